@@ -25,6 +25,7 @@ from torch import fx
 
 from autoptd.passes.graph import ancestors, infos, is_getitem, op_name, operands, output_of, substitute
 from autoptd.passes.losses.loss_form import LossForm, loss_form, loss_node
+from autoptd.passes.losses.statistics_form import BatchStatistics, batch_statistics
 from autoptd.passes.losses.update_form import BufferUpdates, buffer_updates, sums_of
 from autoptd.passes.opcall import is_random
 from autoptd.passes.segment_names import common_prefix, name_kinds, segment_name
@@ -112,7 +113,7 @@ class Folded:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes besides tp that this graph's ops communicate over: of "cp", "ep" and "dp"."""
-        over_dp = self.traced.averaging == "per-microbatch-over-dp"
+        over_dp = self.traced.averaging == "per-microbatch-over-dp" or self.statistics.count > 0
         used = {"cp": self.cut is not None, "ep": self.ep > 1, "dp": over_dp}
         return tuple(axis for axis, is_used in used.items() if is_used)
 
@@ -130,6 +131,11 @@ class Folded:
     def updates(self) -> BufferUpdates:
         """The buffers that a step updates."""
         return buffer_updates(self.traced.graph)
+
+    @property
+    def statistics(self) -> BatchStatistics:
+        """The sums over the batch that samples read within forward."""
+        return batch_statistics(self.traced.graph)
 
     def multiplicity(self, kind: str) -> int:
         return sum(s.kind == kind for s in self.segments)

@@ -81,6 +81,7 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
 
 
 WRITTEN_FOR = "written for"  # key of a node's meta: the user's op that it is a part of
+NAMED = "named"  # key of a node's meta: a name for its variable in emitted programs
 
 
 def user_op_name(node: fx.Node) -> str:

@@ -238,7 +238,6 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "product": (lambda z, y, m: z.square().prod(), "prod needs all samples"),
     "first_sample": (lambda z, y, m: z[0].square().mean(), "select needs all samples"),
     "hardest": (lambda z, y, m: z.square().mean((1, 2)).topk(1)[0].sum(), "topk"),
-    "centred_by_the_mean": (lambda z, y, m: (z - z.mean(0)).abs().mean(), "sums over samples"),
     "pairs_of_tokens": (lambda z, y, m: torch.einsum("isc,jsc->ij", z, z).square().mean(), "pairs samples"),
     "noise_on_pairs": (lambda z, y, m: F.dropout(z[:, 0] @ z[:, 0].T, 0.5).mean(), "pairs samples"),
 }

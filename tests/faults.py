@@ -76,6 +76,15 @@ FAULTS: dict[str, dict[str, str]] = {
         "experts missing in a checkpoint": "a checkpoint holds one rank's experts, or drops their optimizer state",
         "experts without tokens": "an expert, or a rank of experts, without rows has no gradient, or hangs",
     },
+    "statistics over the batch": {
+        "statistics of a rank": "each rank normalises its samples by its own mean and variance",
+        "statistics of a microbatch": "several microbatches are each normalised by their own statistics (refused)",
+        "the other variance": "the variance of the running average is divided by n, or that of samples by n - 1",
+        "gradients of a rank's statistics": "the gradient of a statistic is not summed over dp: each rank's is its own",
+        "uneven ranks counted alike": "ranks with fewer samples weigh as much as others in the statistics",
+        "running statistics of a rank": "running statistics are updated from one rank's samples",
+        "running statistics while training": "running statistics normalise in training, or the batch's in evaluation",
+    },
     "tied": {
         "tied gradients apart": "the stages that share a parameter do not add up their gradients",
         "tied shards apart": "stages that share a parameter add up shards with different offsets",

@@ -21,6 +21,7 @@ from autoptd.codegen.names import TAKEN, Names, hint, read_by, reads_in_place
 from autoptd.codegen.quoting import code_of
 from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs_of
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
+from autoptd.ops import library as ops
 from autoptd.ops.random import DRAWS
 from autoptd.passes.analysis.overwriting import WIDE
 from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, sample_place
@@ -165,7 +166,7 @@ class Body:
         texts = [SourceText(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
         text = self.op_text(node, strategy, texts)
         text = self.recomputation.written(node, text)
-        note = f"  # {implementation_note(strategy)}" if strategy.implementation else ""
+        note = f"  # {implementation_note(strategy)}" if strategy.implementation else _summed_note(node)
         outputs = _outputs(node)
         for output, placement in zip(outputs, strategy.gives, strict=True):
             if output is not None:
@@ -377,6 +378,13 @@ def implementation_note(strategy: Strategy) -> str:
     word = strategy.implementation.replace("vocab_", "vocabulary-")
     issued = [name.replace("_", "-") for name, _ in strategy.collectives]
     return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
+
+
+def _summed_note(node: fx.Node) -> str:
+    """Return the comment of a sum over the batch; "" for other ops."""
+    if node.target is not ops.sum_over_batch:
+        return ""
+    return "  # over all samples: all-reduce over dp" + "; backward all-reduce" * info(node).requires_grad
 
 
 def samples_text(place: SamplePlace) -> str:

@@ -388,6 +388,8 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     **{method: _of_experts(name) for name, method in EXPERT_OPS.items()},
     convert: _convert,
     ops.cross_entropy: _cross_entropy,
+    ops.in_training: lambda x, running: f"dp.in_training({x}, {running})",
+    ops.sum_over_batch: lambda x: f"dp.batch_sum({x})",
     ops.sum_over_dp: lambda x: f"dp.sum({x})",
     ops.valid_count: _valid_count,
     ring: _over_tokens("ring_attention"),

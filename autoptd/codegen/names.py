@@ -12,7 +12,7 @@ from torch import fx
 
 from autoptd.codegen.quoting import plain_name
 from autoptd.passes.fold import owner
-from autoptd.passes.graph import info, is_getitem, module_path, operands
+from autoptd.passes.graph import NAMED, info, is_getitem, module_path, operands
 from autoptd.passes.sharding.context_parallel_graph import convert
 from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS, batch_route, route
 
@@ -58,6 +58,8 @@ def hint(node: fx.Node) -> str:
     """Return a name for a node: the variable that the user's line assigns, else its module (`q_proj`), else its op."""
     if node.op == "placeholder":
         return node.name.removeprefix("inputs_")
+    if NAMED in node.meta:
+        return str(node.meta[NAMED])
     if node.target is convert:
         return f"{hint(node.all_input_nodes[0])}_own"
     if node.target in EXPERT_OPS.values():

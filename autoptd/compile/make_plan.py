@@ -98,6 +98,7 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         schedule=Schedule(kind=method.schedule, microbatches=candidate.microbatches, virtual=method.virtual),  # type: ignore[arg-type]
         zero=candidate.zero,
         loss_averaging=folded.traced.averaging,
+        statistics=folded.statistics.count,
         updates=source.updates,
         method=_execution_options(staged, sharding, folded),
         stages=tuple(

@@ -46,6 +46,7 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     unused = [source.folded.traced.parameters[n.name] for n in source.folded.unused_parameters]
     if unused:
         notes.append(f"parameters that do not reach the loss are not trained: {', '.join(sorted(unused))}")
+    notes += statistics_notes(source, answer.staged)
     notes += update_notes(source)
     notes += attention_notes(source, answer.staged)
     notes += _embedding_notes(source, answer)
@@ -66,6 +67,17 @@ def update_notes(source: TracedModel) -> list[str]:
     return [
         f"forward updates buffers ({', '.join(names)}): once per step, from {source.folded.updates.width:,} sums over "
         "the whole batch, after all forward passes have read the old values"
+    ]
+
+
+def statistics_notes(source: TracedModel, staged: Staged) -> list[str]:
+    """Return a note on the statistics of the batch that samples are normalised by, if there are any."""
+    found, dp = source.folded.statistics, staged.candidate.dp
+    if not found.count:
+        return []
+    return [
+        f"samples are normalised by {found.count:,} sums over the batch ({found.op}), each an all-reduce over dp {dp} "
+        "in both passes: one microbatch per step, since the first of several would need samples of the others"
     ]
 
 

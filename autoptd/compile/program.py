@@ -24,6 +24,8 @@ def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
     """Return the plan's sharding of this graph. Raises PlanFileError."""
     plan.check_graph(source.graph_hash)
     check_loss(source, plan.mesh.dp, plan.schedule.microbatches)
+    if source.folded.statistics.count and plan.schedule.microbatches > 1:
+        raise source.folded.statistics.refusal()
     check_sizes(plan, source.folded)
     by_name = {str(s): s for s in source.folded.traced.sizes}
     values = {by_name[n]: v for n, v in plan.sizes.items() if n in by_name}

@@ -132,6 +132,8 @@ def method(plan: PlanData) -> str:
     if plan.loss_averaging != "global":
         over = " over all dp ranks" if plan.loss_averaging == "per-microbatch-over-dp" else " and dp rank"
         parts.append(f"terms of the loss that are no sums averaged over microbatches, each from one microbatch{over}")
+    if plan.statistics:
+        parts.append(f"{plan.statistics:,} sums over the batch within each pass, over dp {plan.mesh.dp}")
     if plan.updates:
         parts.append("buffers updated at the end of a step")
     text = f"execution: {', '.join(parts)}"

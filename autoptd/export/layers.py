@@ -67,6 +67,12 @@ def read_layers(plan: Plan) -> Layers:
             where="schedule.kind",
             fix="plan with the schedule 'interleaved' or 'zero-bubble', or run the program that autoptd emits",
         )
+    if plan.statistics:
+        raise PlanError(
+            f"samples are normalised by {plan.statistics} sums over the batch, which no exported program computes",
+            where="statistics",
+            fix="run the program that autoptd emits",
+        )
     if plan.updates:
         raise PlanError(
             f"forward updates {plan.updates[0]}{' and other buffers' * (len(plan.updates) > 1)} from sums over the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -69,6 +70,11 @@ class InputSpec:
         return f"[{', '.join(['samples', *dims])}] of {self.dtype}"
 
 
+# of the whole batch, which samples are normalised by, and what stands in for them in evaluation: running ones, those of
+# the evaluated batch, or unknown
+Statistics = Literal["none", "running", "batch", "unknown"]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Mesh, microbatches, and the placement of each tensor of the model. Identical on every rank.
@@ -87,7 +93,10 @@ class Layout:
     precision: str = "fp32"
     schedule: str = "1f1b"
     overlap: bool = True  # reduce gradients while the last microbatch's backward runs
-    sums_over_dp: bool = False  # forward passes sum over dp ranks, for terms of the loss that are no sums
+    sums_over_dp: bool = (
+        False  # forward passes sum over dp ranks: for terms of the loss that are no sums, or statistics
+    )
+    statistics: Statistics = "none"
     sums: int = 0  # numbers of the whole batch that new values of buffers are computed from
     sums_ahead: bool = False  # run the batch's forward passes first, for the sums that the loss is a function of
     one_microbatch: bool = False  # the loss is only defined for one microbatch on one dp rank

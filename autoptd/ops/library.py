@@ -164,6 +164,16 @@ def sum_over_dp(x: Tensor) -> Tensor:
     return x
 
 
+def sum_over_batch(x: Tensor) -> Tensor:
+    """Mark a sum over samples that samples read: `dp.batch_sum(x)`, of the whole batch, in an emitted program."""
+    return x
+
+
+def in_training(x: Tensor, running: Tensor) -> Tensor:
+    """Mark a statistic of the batch that a running one replaces in evaluation: `dp.in_training(x, running)`."""
+    return x
+
+
 def dropout(
     x: Tensor,
     p: float,

@@ -42,6 +42,7 @@ def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
     strategies, boundaries = to_text(folded, sharding)
     wanted = {
         "segments": [segment.name for segment in folded.segments],
+        "statistics": folded.statistics.count,
         "updates": sorted(folded.traced.buffers[name] for name in folded.updates.values),
         "stages": [{"modules": modules(folded, stage.first, stage.last)} for stage in plan.stages],
         "splits": {
@@ -54,6 +55,7 @@ def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
     }
     found: dict[str, Any] = {
         "segments": list(plan.segments),
+        "statistics": plan.statistics,
         "updates": list(plan.updates),
         "stages": [{"modules": stage.modules} for stage in plan.stages],
         "splits": {"parameters": plan.splits.parameters, "activations": plan.splits.activations},

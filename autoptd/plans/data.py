@@ -169,6 +169,7 @@ class PlanData(Part):
     zero: Annotated[int, Field(ge=0, le=3)]
     # the samples that terms of the loss which are no sums are computed from
     loss_averaging: Literal["global", "per-microbatch", "per-microbatch-over-dp"] = "global"
+    statistics: Annotated[int, Field(ge=0, lt=2**31)] = 0  # sums over the batch that samples are normalised by
     updates: tuple[Dotted, ...] = ()  # buffers that get a new value in each step, from sums over the whole batch
     method: ExecutionOptions = ExecutionOptions()
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1, max_length=STAGES)]

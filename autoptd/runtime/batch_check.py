@@ -105,6 +105,17 @@ class Agreement:
         )
 
 
+def check_evaluates(layout: Layout) -> None:
+    """Raise InputsError if it is unknown what the model computes in eval mode."""
+    if layout.statistics == "unknown":
+        raise InputsError(
+            "samples are normalised by statistics of their batch, computed by hand: what this model computes in eval "
+            "mode was not traced",
+            where="eval_step",
+            fix="evaluate the plain model with par.state_dict(), or use nn.BatchNorm with running statistics",
+        )
+
+
 def _weight(layout: Layout, c: Communicators) -> int:
     """Return 1, 2, 3 … for the ranks of a dp share; for the last one minus the sum of the others."""
     mesh = layout.mesh

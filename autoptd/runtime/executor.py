@@ -257,7 +257,7 @@ class _StepState:
             given["counts"] = self.counts()
         received = self.received.get((i, chunk), ())
         if (replicas := getattr(stage, "dp", None)) is not None:
-            replicas.counted = i < self.counted
+            replicas.mode.counted = i < self.counted
         made: Tensors = stage(*received, **given) if stage.summed or not stage.is_last else (stage(*received, **given),)
         if stage.summed:
             made, sums = made[: -len(stage.summed)], made[-len(stage.summed) :]

@@ -24,7 +24,7 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
 from autoptd.runtime.batch import Microbatch, sample_count
-from autoptd.runtime.batch_check import NUMBERS, Agreement
+from autoptd.runtime.batch_check import NUMBERS, Agreement, check_evaluates
 from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
@@ -114,6 +114,7 @@ class Trainer:
         self._check_loaded()
         microbatches = self._inputs.take(batch, self.layout.microbatches)
         self._dropout.active = True
+        self._use_running(False)
         self._dropout.share = self._share_starts(sum(map(sample_count, microbatches)))
         self._buffers.start_step()
         counts = self._global_counts(microbatches)
@@ -178,8 +179,11 @@ class Trainer:
     def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss over the global batch, without dropout or gradients; any number of samples per dp rank."""
         self._check_loaded()
-        microbatches = self._inputs.take(batch, 1 if self.layout.one_microbatch else None)
+        check_evaluates(self.layout)
+        whole = self.layout.one_microbatch or self.layout.statistics == "batch"
+        microbatches = self._inputs.take(batch, 1 if whole else None)
         self._dropout.active = False
+        self._use_running(True)
         own = len(microbatches)
         counts = self._global_counts(microbatches)
         microbatches += microbatches[-1:] * (self._most_microbatches(own) - own)
@@ -193,6 +197,12 @@ class Trainer:
         if not self._inputs.holds(agreed := summed[1:].tolist()):
             self._inputs.refuse(agreed)
         return summed[0].to(self.layout.main_dtype)
+
+    def _use_running(self, evaluating: bool) -> None:
+        """Let running statistics stand in for those of the batch, or not."""
+        for replicas in (stage.dp for stage in self.stages if hasattr(stage, "dp")):
+            replicas.mode.running = evaluating
+            replicas.mode.alone = evaluating and self.layout.statistics == "running"
 
     def _most_microbatches(self, own: int) -> int:
         """Return the maximum of `own` over dp ranks if forward passes communicate over them; else `own`."""

@@ -127,6 +127,7 @@ class MeshLimits:
     virtuals: tuple[int, ...] = (1,)
     shards: tuple[int, ...] = (0,)
     pool_ranks: tuple[int, ...] = ()  # devices of each type, if there are several types
+    one_microbatch: bool = False  # per step: samples need others of their batch
 
 
 def candidates(limits: MeshLimits, fix: Mapping[str, int | str] | None = None) -> tuple[Candidate, ...]:
@@ -214,8 +215,9 @@ def _options(limits: MeshLimits, choices: Mapping[str, int | str], dp: int, tp: 
         return
     share = limits.batch // dp
     zeros = limits.zeros if dp * limits.cps[0] > 1 else limits.zeros[:1]
-    for micro in divisors(share):
-        if choices.get("micro", micro) != micro or ("micro" not in choices and micro > (limits.max_micro or micro)):
+    most = share if limits.one_microbatch else limits.max_micro
+    for micro in [share] if limits.one_microbatch else divisors(share):
+        if choices.get("micro", micro) != micro or ("micro" not in choices and micro > (most or micro)):
             continue
         for zero in [int(choices["zero"])] if "zero" in choices else zeros:
             for recompute in [str(choices["recompute"])] if "recompute" in choices else limits.recomputes:

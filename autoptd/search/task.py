@@ -112,8 +112,9 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         virtuals=tuple(virtuals),
         shards=(method.shards, *groups),
         pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
+        one_microbatch=bool(task.folded.statistics.count),
     )
-    return allowed(task.folded, method, _with_experts(limits, mesh, method))
+    return allowed(task.folded, method, _with_experts(_of_one_microbatch(task, limits, mesh), mesh, method))
 
 
 def _check_etp(task: Task, etp: int, apart: bool) -> None:
@@ -136,6 +137,17 @@ def _check_etp(task: Task, etp: int, apart: bool) -> None:
         raise PlanError(
             f"etp 1 in fp64: {op_name(node)} would round partial values", where=source_line(node), fix="leave etp out"
         )
+
+
+def _of_one_microbatch(task: Task, limits: MeshLimits, mesh: Mapping[str, int | str]) -> MeshLimits:
+    """Return the limits. Raises UnsupportedOp if only several microbatches are left to samples that need each other."""
+    if limits.one_microbatch:
+        try:
+            candidates(limits, mesh)
+        except PlanError:
+            candidates(replace(limits, one_microbatch=False), mesh)
+            raise task.folded.statistics.refusal() from None
+    return limits
 
 
 def _with_experts(limits: MeshLimits, mesh: Mapping[str, int | str], method: SearchOptions) -> Sequence[Candidate]:

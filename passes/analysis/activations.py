@@ -24,6 +24,7 @@ import sympy
 import torch
 from torch import fx
 
+from autoptd.ops import library as ops
 from autoptd.passes.analysis.dataflow import RANKS, DataflowStep, Flow, Number, Storage, Value, flow
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.analysis.saved_tensors import ATTENTION
@@ -155,9 +156,14 @@ def recomputed_steps(steps: Sequence[DataflowStep], policy: str) -> list[Dataflo
 
 
 def decides(step: DataflowStep) -> bool:
-    """Return whether an op decides something: it makes integers of floating-point numbers, or an order by a sort."""
+    """Return whether an op decides something: it makes integers of floating-point numbers, or an order by a sort.
+
+    Sums over the batch count as decisions: they are small, and taking them again would communicate again.
+    """
     if step.node is None or step.call is None or step.view:
         return False
+    if step.node.target is ops.sum_over_batch:
+        return True
     if op_name(step.node) in ("sort", "argsort"):
         return True
     of_floats = any(t.dtype.is_floating_point for t in step.call.operands)

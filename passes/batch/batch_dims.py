@@ -72,6 +72,11 @@ def grows(size: Size) -> bool:
     return not isinstance(size, int) and BATCH in size.free_symbols
 
 
+def proportional(size: sympy.Expr) -> bool:
+    """Return whether a size is proportional to the number of samples."""
+    return not grows(sympy.expand(size / BATCH)) or not grows(sympy.simplify(size / BATCH))
+
+
 def counts_in(value: object) -> bool:
     """Return whether a number among an op's arguments changes with the number of samples."""
     if isinstance(value, (tuple, list)):

@@ -14,7 +14,8 @@ Moves by computed indices, such as tokens to their experts and back, are proved 
 `row_numbers.py`, `expert_groups.py`). An op that is not proved is refused.
 
 Sums over samples that contribute to the loss only are allowed; `reduce_loss.py` handles them. Ops that pair rows of
-different samples are refused even there, because the pairs depend on the batch. Batch normalisation has its own error.
+different samples are refused even there, because the pairs depend on the batch. A sum over samples that samples read,
+as in batch norm, is marked: it must be one over the whole batch (`losses/batch_statistics.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,17 @@ from autoptd.passes.batch.expert_groups import counted, follow_group
 from autoptd.passes.batch.index_moves import follow_move
 from autoptd.passes.batch.row_numbers import SAME_VALUES, follow_numbers, follow_range, follow_sort, misused
 from autoptd.passes.batch.rows import BATCH_ORDER, FILLED, Across, Order, Rows, State, placed_by
-from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_call, operands, source_line, user_op_name
+from autoptd.passes.graph import (
+    ancestors,
+    info,
+    infos,
+    is_float,
+    is_getitem,
+    op_call,
+    operands,
+    source_line,
+    user_op_name,
+)
 from autoptd.passes.normalise.at_example import at_example, needs_example
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, is_random, target_name
 from autoptd.passes.rules import op_notations as notations
@@ -57,6 +68,7 @@ from autoptd.passes.trace.traced import BATCH, Traced
 
 States: TypeAlias = "tuple[State, ...]"
 
+READ_BY_SAMPLES = "read by samples"  # in the meta of an op that seems to sum over samples: its state, `Across`
 SUMS = "sums over samples"
 _ACROSS = "works across samples"
 _PAIRS = "pairs samples with each other"
@@ -74,8 +86,11 @@ _BROADCASTING = (  # elementwise losses, whose operands are broadcast from the r
 
 def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp for the first op whose result for one sample depends on others."""
-    for node, states in follow_samples(graph, traced, _refuse).items():
-        for i, state in enumerate(states):
+    states, statistics = follow_samples(graph, traced, _refuse)
+    for node, mixed in statistics.items():
+        node.meta[READ_BY_SAMPLES] = mixed
+    for node, found in states.items():
+        for i, state in enumerate(found):
             if isinstance(state, Rows) and state.order != BATCH_ORDER:
                 forget_place(node, i)
 
@@ -85,24 +100,29 @@ def follow_samples(
     traced: Traced,
     refuse: Callable[[fx.Node, Across], None],
     counts: Container[fx.Node] = (),
-) -> dict[fx.Node, States]:
-    """Return the states of all nodes that depend on samples or their number, but the end of a loss of the whole batch.
+    statistics: bool = True,
+) -> tuple[dict[fx.Node, States], dict[fx.Node, Across]]:
+    """Return the states of all nodes that depend on samples or their number, but the end of a loss of the whole batch;
+    and the numbers that samples read, which must be sums over the whole batch.
 
     `refuse` is called with each node whose result for one sample depends on others, and with how it does. `counts` have
-    the value of the whole batch in every microbatch.
+    the value of the whole batch in every microbatch. Without `statistics`, no sum may be read by samples.
     """
     sized = at_example(graph, traced) if needs_example(graph) else graph
     given = dict(zip(sized.nodes, graph.nodes, strict=True))
     apart = [n for n in sized.nodes if n.op == "call_function" and not is_whole(n)]
     of_samples = (n for n in apart if any(counts_samples(t) for t in infos(n)))
-    propagation = Propagation(ancestors(of_samples), refuse=lambda node, mixed: refuse(given[node], mixed))
+    propagation = Propagation(
+        ancestors(of_samples), refuse=lambda node, mixed: refuse(given[node], mixed), statistics=statistics
+    )
     for node in sized.nodes:
         if node.op == "placeholder" and node.name in traced.inputs and counts_samples(info(node)):
             propagation.put(node, input_state(node))
         elif node.op == "call_function" and not is_whole(node):
             states = propagation.follow(node)
             propagation.put(node, *(None if given[node] in counts else state for state in states))
-    return {given[node]: states for node, states in propagation.states.items()}
+    every = {given[node]: states for node, states in propagation.states.items()}
+    return every, {given[node]: mixed for node, mixed in propagation.whole.items()}
 
 
 def input_state(node: fx.Node) -> State:
@@ -112,7 +132,12 @@ def input_state(node: fx.Node) -> State:
 
 
 def _refuse(node: fx.Node, mixed: Across) -> None:
-    raise UnsupportedOp(
+    raise refusal(mixed)
+
+
+def refusal(mixed: Across) -> UnsupportedOp:
+    """Return the error of an op that mixes samples."""
+    return UnsupportedOp(
         f"{user_op_name(mixed.node)} {mixed.reason}: its result for one sample depends on others of the batch, "
         "but each microbatch and data-parallel rank has only a part of the batch",
         where=source_line(mixed.node),
@@ -127,8 +152,10 @@ class Propagation:
     returning: set[fx.Node]  # nodes that count samples, and those that such a node depends on
     slower: Size = 1  # factor of merged dims that is outside the samples (`place_anywhere`)
     refuse: Callable[[fx.Node, Across], None] = _refuse
+    statistics: bool = True  # whether samples may read sums over the whole batch
     states: dict[fx.Node, States] = field(default_factory=dict)
     seen: dict[Hashable, _Found] = field(default_factory=dict)  # results for equal ops
+    whole: dict[fx.Node, Across] = field(default_factory=dict)  # sums that samples read, if they are of the whole batch
 
     def put(self, node: fx.Node, *states: State) -> None:
         """Store the states of a node's outputs. Raises UnsupportedOp if samples are mixed that must not be."""
@@ -161,7 +188,17 @@ class Propagation:
         for special in (_moved(node, states), *_counting(node, call)):
             if special is not NotImplemented:
                 return _tallied(node, states, special)
-        return _tallied(node, states, self._in_place(node, call, states))
+        return self._of_the_batch(node, _tallied(node, states, self._in_place(node, call, states)))
+
+    def _of_the_batch(self, node: fx.Node, found: States) -> States:
+        """Return the states, None for a number that samples read if it may be a sum over the whole batch."""
+        state, tensor = found[0], infos(node)[0]
+        if not self.statistics or len(found) > 1 or node not in self.returning or not isinstance(state, Across):
+            return found
+        if state.pairs or state.tally is not None or counts_samples(tensor) or not is_float(tensor.dtype):
+            return found
+        self.whole[node] = state
+        return (None,)
 
     def _after_mixing(self, node: fx.Node, states: Sequence[State], mixed: Across) -> States:
         """Return the states of an op with a mixed operand: mixed too, except for a grouped product of experts."""

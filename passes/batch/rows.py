@@ -101,7 +101,7 @@ class Across:
 
     node: fx.Node
     reason: str
-    fix: str = "compute it for each sample separately; only the loss may sum over samples"
+    fix: str = "compute it for each sample separately, or from sums over samples, such as means and variances"
     pairs: bool = False
     tally: Tally | None = None
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
+from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples, is_whole
 from autoptd.passes.graph import (
     ancestors,
@@ -61,6 +62,8 @@ def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
             continue
         if is_whole(node):
             states[node] = Over.OUTER
+            continue
+        if node.target is ops.in_training:  # in evaluation, what depends on it is no function of inputs
             continue
         state = over_batch(node, states)
         states[node] = Over.MIXED if isinstance(state, Mixes) else state

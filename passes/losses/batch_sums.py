@@ -28,6 +28,7 @@ from autoptd.passes.batch.batch_dims import (
     grows,
     makes_new,
     place_anywhere,
+    proportional,
     sample_place,
 )
 from autoptd.passes.custom_grad.proof import ADDS
@@ -35,7 +36,7 @@ from autoptd.passes.graph import infos, is_float, is_getitem, op_call, operands
 from autoptd.passes.rules.discover import adds_up
 from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.lookup import resolve
-from autoptd.passes.trace.traced import BATCH, Traced
+from autoptd.passes.trace.traced import Traced
 
 
 class Over(Enum):
@@ -70,6 +71,8 @@ def over_batch(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
     found = [states[o] for o in operands(node)]
     if Over.MIXED in found:
         return Over.MIXED
+    if node.target is ops.sum_over_batch:
+        return Over.SAME
     if any(counts_samples(t) for t in infos(node)):
         return _apart(found)
     if is_getitem(node):
@@ -98,7 +101,7 @@ def _of_sizes(node: fx.Node) -> State:
         size = node.args[0]
         if not isinstance(size, sympy.Basic) or not grows(size):
             return Over.SAME
-        return Over.ADDED if not grows(sympy.simplify(size / BATCH)) else Mixes("computes with the number of samples")
+        return Over.ADDED if proportional(size) else Mixes("computes with the number of samples")
     return Mixes("computes with the number of samples") if counts_in(node.args) else Over.SAME
 
 

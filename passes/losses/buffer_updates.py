@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
+from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples
 from autoptd.passes.graph import (
     ancestors,
@@ -135,6 +136,8 @@ def _state(node: fx.Node, traced: Traced, states: States) -> State:
         return placeholder_state(node, traced)
     if any(counts_samples(t) for t in infos(node)):  # samples are independent: `batch_independence.py` proved it
         return Over.APART
+    if node.target is ops.sum_over_batch:  # its operand is taken, whose sum over the batch the new value is made from
+        return Over.OUTER
     state = over_batch(node, states)
     sums = [o for o in operands(node) if states[o] is Over.ADDED]
     if state is not Over.ADDED or not sums or op_name(node) in SUMMING:

@@ -117,8 +117,9 @@ _DIMS: Mapping[Callable[..., Any], tuple[int, int]] = {
 
 
 def _mean(w: _SumWriter) -> fx.Node:
-    x = w.to(w.node.all_input_nodes[0], info(w.node).dtype)
-    return w.over(w.sum(x), w.elements(x))
+    dtype = info(w.node).dtype
+    x = w.to(w.node.all_input_nodes[0], torch.promote_types(dtype, torch.float32))  # a sum in 16 bits overflows
+    return w.to(w.over(w.sum(x), w.elements(x)), dtype)
 
 
 def _norm(w: _SumWriter) -> fx.Node | None:

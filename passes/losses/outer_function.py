@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
+from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import sample_place
 from autoptd.passes.graph import (
     ancestors,
@@ -59,7 +60,7 @@ class OuterFunction:
 
     def write(self, values: Sequence[fx.Node]) -> fx.Graph:
         """Return the graph whose outputs are `values`. Raises UnsupportedOp."""
-        inside = {n for n in ancestors(values) if self.states.get(n) is Over.OUTER}
+        inside = ancestors(values, lambda n: self.states.get(n) is Over.OUTER)
         read = dict.fromkeys(o for n in self.main.nodes if n in inside for o in operands(n) if o not in inside)
         read |= dict.fromkeys(n for n in values if n not in inside)
         for node in read:
@@ -165,7 +166,11 @@ class OuterFunction:
         return self.shares.of(node)
 
     def _from_parameters(self, node: fx.Node) -> bool:
-        return any(n.op == "placeholder" and n.name in self.traced.parameters for n in ancestors([node]))
+        """Return whether a node is computed from parameters, or from sums over the batch, within the forward pass."""
+        return any(
+            n.target is ops.sum_over_batch or (n.op == "placeholder" and n.name in self.traced.parameters)
+            for n in ancestors([node])
+        )
 
     def _copy_known(self, node: fx.Node) -> None:
         """Copy a node that depends on counts, buffers and constants only, with its ancestors."""
@@ -175,6 +180,9 @@ class OuterFunction:
                 self._copy(n)
 
     def _copy(self, node: fx.Node) -> None:
+        if node.target is ops.sum_over_batch:  # sums are of the whole batch here
+            self.new[node] = self.new[operands(node)[0]]
+            return
         if is_random(node.target):
             raise UnsupportedOp(
                 f"{user_op_name(node)} draws random numbers for the whole batch, but each rank would draw its own",

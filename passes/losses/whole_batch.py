@@ -13,7 +13,9 @@ samples other than by a sum, all that depends on it, and what these read that co
     reads no parameter with two dims or more: a layer behind the mixing would run on all ranks for the whole batch;
     draws no random numbers, calls no backward pass of the user's own and updates no buffer.
 
-Otherwise nothing is marked, and `refuse_mixed_samples` names the op that mixes samples.
+Sums that samples read are part of the end where that is possible, else statistics of the batch
+(`batch_statistics.py`). If there is no such end, nothing is marked, and `refuse_mixed_samples` names the op that mixes
+samples.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import fx
 
 from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, mark_whole
 from autoptd.passes.batch.batch_independence import States, follow_samples
-from autoptd.passes.batch.rows import BATCH_ORDER, Rows
+from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows
 from autoptd.passes.graph import ancestors, descendants, infos, is_getitem, operands, updated_values
 from autoptd.passes.opcall import is_random
 from autoptd.passes.trace.traced import BATCH, Traced
@@ -35,15 +37,18 @@ from autoptd.passes.trace.traced import BATCH, Traced
 
 def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
     """Mark the nodes at the end of a loss that are computed from all samples of the batch together."""
-    sources, mixed = _Sources.of(graph, traced), set[fx.Node]()
+    sources = _Sources.of(graph, traced)
     counts = {n for n in sources.of_samples - sources.of_parameters if not any(counts_samples(t) for t in infos(n))}
-    states = follow_samples(graph, traced, lambda node, _: mixed.add(node), counts)
-    if not mixed:
-        return
-    end = _back_to_rows(mixed | descendants(mixed), states)
-    if _is_end(end, states, sources, graph, traced):
-        for node in end:
-            mark_whole(node)
+    for statistics in (False, True):
+        mixed: dict[fx.Node, Across] = {}
+        states, _ = follow_samples(graph, traced, mixed.setdefault, counts, statistics)
+        if not mixed:
+            return
+        end = _back_to_rows({*mixed, *descendants(mixed)}, states)
+        if _is_end(end, states, sources, graph, traced):
+            for node in end:
+                mark_whole(node)
+            return
 
 
 @dataclass(frozen=True)

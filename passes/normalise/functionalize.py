@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
-from autoptd.passes.graph import op_name, source_line, substitute
+from autoptd.passes.graph import source_line, substitute
 from autoptd.passes.random.distributions import FUNCTIONAL
 from autoptd.passes.trace.traced import Traced
 
@@ -25,7 +25,6 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
 
     Writes through views have one already. Raises UnsupportedOp for writes to parameters, buffers, inputs.
     """
-    _refuse_running_statistics(graph)
     state = {**traced.buffers, **traced.parameters, **traced.inputs}
     refuse_writes_to_out(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -109,16 +108,6 @@ def _result_dtype(node: fx.Node) -> torch.dtype | None:
     except (IndexError, RuntimeError, TypeError):
         return None  # such an op moves elements, and has the dtype of its first operand
     return made.dtype if isinstance(made, torch.Tensor) else None
-
-
-def _refuse_running_statistics(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.op == "call_function" and "batch_norm" in op_name(node) and len(node.args) > 5 and node.args[5] is True:
-            raise UnsupportedOp(
-                f"{node.target} computes statistics over this batch, which no split of the batch can reproduce",
-                where=source_line(node),
-                fix="use GroupNorm or LayerNorm; or put it in eval mode, where it uses its running statistics",
-            )
 
 
 def functional_form(target: Any) -> torch._ops.OpOverload | None:

@@ -18,11 +18,13 @@ from autoptd.passes.custom_grad.calls import write_own_calls
 from autoptd.passes.custom_grad.proof import prove_own
 from autoptd.passes.graph import source_line
 from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_over_batch
+from autoptd.passes.losses.batch_statistics import sum_statistics_over_batch
 from autoptd.passes.losses.buffer_updates import refuse_reads_of_updates, rewrite_updates, separate_sums
 from autoptd.passes.losses.loss_spellings import write_sums_over_samples
 from autoptd.passes.losses.reduce_loss import check_loss, rewrite_loss
 from autoptd.passes.losses.whole_batch import mark_whole_batch
 from autoptd.passes.normalise.annotate import annotate
+from autoptd.passes.normalise.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.normalise.canonicalize import (
     merge_reshapes,
     write_addmm_as_linear,
@@ -107,6 +109,7 @@ PREPARE: list[Pass] = [
     drop_asserts,
     remove_mutation,
     annotate,
+    write_batch_norms_as_sums,
     write_native_dropout_as_dropout,
     write_copy_as_source,
     write_placed_rows,
@@ -140,6 +143,7 @@ LOSS: list[Pass] = [
     take_counts_over_batch,
     refuse_reads_of_updates,
     refuse_mixed_samples,
+    sum_statistics_over_batch,
     rewrite_updates,
     rewrite_loss,
     drop_unread_counts,

@@ -1,13 +1,23 @@
-"""Data-free copy of a model, traced in place of the user's model."""
+"""Data-free copy of a model, traced in place of the user's model.
+
+Norms of torch whose forward reads numbers at run time are prepared to be traced:
+
+    momentum=None     divides by the number of steps: NaN in its place, which `normalise/batch_norm.py` knows
+    SyncBatchNorm     takes statistics over the ranks of a process group: traced as BatchNorm, whose statistics are
+                      those of the whole batch under every plan
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoptd.passes.trace.traced import PRECISIONS
 
@@ -44,3 +54,17 @@ def without_caches(model: nn.Module) -> nn.Module:
         if getattr(config, "use_cache", None) is True:
             config.use_cache = False
     return model
+
+
+def prepare_norms(model: nn.Module) -> nn.Module:
+    """Prepare the batch norms of a skeleton; a subclass with a forward of its own stays as it is."""
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm) or type(module).forward not in _TORCHS:
+            continue
+        if module.momentum is None and module.training and module.track_running_stats:
+            module.momentum = math.nan
+        module.forward = MethodType(_BatchNorm.forward, module)  # type: ignore[method-assign]
+    return model
+
+
+_TORCHS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

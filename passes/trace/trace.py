@@ -34,7 +34,7 @@ from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.quiet_export import silent_export
 from autoptd.passes.trace.repeats import Repeats
-from autoptd.passes.trace.skeleton import skeleton, without_caches
+from autoptd.passes.trace.skeleton import prepare_norms, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import explain, not_copied, placed
@@ -183,7 +183,7 @@ class _Exporter:
         """Export on a device, without data. Inputs are new tensors: torch.export would merge identical objects."""
         mode = fake_cpu() if device == "cpu" else nullcontext()
         try:
-            model = without_caches(skeleton(self.model, self.precision, device, mode))
+            model = prepare_norms(without_caches(skeleton(self.model, self.precision, device, mode)))
         except AutoptdError:
             raise
         except Exception as error:

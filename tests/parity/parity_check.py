@@ -28,6 +28,7 @@ from autoptd.progress import Silent
 from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, differences, train_alone, train_in_lockstep
 from tests.parity.mixture_models import MIXTURES
+from tests.parity.normed_models import NORMED
 from tests.parity.parity_models import DROPOUT, FEW_MESHES, MODELS, ONCE, SKEWED, Case
 from tests.parity.random_models import RANDOM
 from tests.parity.updating_models import UPDATING
@@ -73,7 +74,8 @@ def bulk(cluster: Cluster) -> Cluster:
 
 @cache
 def case(name: str) -> Case:
-    return {**MODELS, **DROPOUT, **FEW_MESHES, **ONCE, **SKEWED, **MIXTURES, **UPDATING, **RANDOM}[name]()
+    every = (MODELS, DROPOUT, FEW_MESHES, ONCE, SKEWED, MIXTURES, UPDATING, NORMED, RANDOM)
+    return {name: make for models in every for name, make in models.items()}[name]()
 
 
 @cache

@@ -41,6 +41,8 @@ PAIRS = [
     ("mixtral", Mesh(dp=2, pp=2, cp=2, ep=2), Variant(bulk=True, zero=3), "sgd"),
     ("mixtral", Mesh(2, 2, 2, ep=4, etp=1), Variant(bulk=True, zero=2, schedule="zero-bubble", micro=1), "sgd"),
     ("updating_bias", Mesh(dp=2, tp=2, cp=2, ep=4, etp=1), Variant(bulk=True, micro=2), "adamw"),
+    ("normed_residual", Mesh(dp=4, pp=2), Variant(bulk=True, micro=4, recompute="full"), "sgd"),
+    ("normed_tokens", Mesh(dp=2, tp=2, cp=2), Variant(bulk=True, micro=8, zero=3), "sgd"),
 ]
 assert len(PAIRS) >= 8
 

@@ -87,13 +87,14 @@ class ChunkCosts(ChunkParameters):
 
     def chunk(self, first: int, last: int, policies: Mapping[int, str]) -> ChunkCost:
         """Return the cost of segments `first` to `last`; those in `policies` recompute under their policy."""
-        forward = backward = recompute = forward_tp = backward_tp = weight = 0.0
+        forward = backward = recompute = forward_tp = backward_tp = weight = statistics = 0.0
         for i in range(first, last + 1):
             part = self._segment(i)
             again = self.recompute_s(i, policies[i]) if i in policies else 0.0
             forward, backward = forward + part.forward_s, backward + part.backward_s + again
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
             recompute, weight = recompute + again, weight + part.weight_s
+            statistics += part.sharding_s
         backward += self._accumulation_s(self.numel(first, last)[1])
         shared_f, shared_b = self._sharding_s(first, last, forward, backward)
         return ChunkCost(
@@ -103,7 +104,7 @@ class ChunkCosts(ChunkParameters):
             forward_tp,
             backward_tp,
             weight,
-            shared_f + shared_b,
+            shared_f + shared_b + statistics,
         )
 
     def least(self, segment: int) -> ChunkCost:
@@ -116,7 +117,7 @@ class ChunkCosts(ChunkParameters):
         """Return seconds of recomputation of a segment under a policy, with its cp communication."""
         cost = self.cost(segment)
         if policy not in cost.policy_s:
-            return self._segment(segment).forward_s
+            return self._segment(segment).forward_s - self._statistics_s(cost)
         attends = any(work.attends for work in cost.work.recomputed[policy])
         return cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
@@ -131,8 +132,15 @@ class ChunkCosts(ChunkParameters):
             context_f += self._counts_s(cost)
             tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + context_f
             tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b
-            self._passes[kind] = ChunkCost(compute_f + tp_f, compute_b + tp_b, 0.0, tp_f, tp_b, cost.weight_s)
+            dp = self._statistics_s(cost)
+            forward_s, backward_s = compute_f + tp_f + dp, compute_b + tp_b + dp
+            self._passes[kind] = ChunkCost(forward_s, backward_s, 0.0, tp_f, tp_b, cost.weight_s, 2 * dp)
         return self._passes[kind]
+
+    def _statistics_s(self, cost: KindCost) -> float:
+        """Return the seconds, in one pass, of summing statistics over the batch: every op after them waits."""
+        c = self.candidate
+        return sum(self._collective_s("all_reduce", n, c.dp, c.tp * c.cp) for n in cost.work.statistics if c.dp > 1)
 
     def _exposed_tp_s(self, comm_s: float, compute_s: float) -> float:
         pieces = self.candidate.tp if "tp" in self.method.overlap else 1

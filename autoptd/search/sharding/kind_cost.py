@@ -46,6 +46,7 @@ class KindWork:
     ring_bytes: int = 0  # keys and values that ring attention sends
     exchanged_bytes: int = 0  # queries, keys, values and results that Ulysses exchanges
     moved: tuple[Moved, ...] = ()  # rows that experts on other ranks take, and their results
+    statistics: tuple[int, ...] = ()  # bytes of each sum over the batch, all-reduced over dp in both passes
 
 
 @dataclass(frozen=True)

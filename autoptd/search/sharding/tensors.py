@@ -12,6 +12,7 @@ from torch import fx
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.op_time import OpWork
 from autoptd.layout.placements import B, Placement, conversion, parse_placement
+from autoptd.ops import library as ops
 from autoptd.passes.analysis.liveness import Peak
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import infos, operands
@@ -162,6 +163,11 @@ class Tensors(SplitNumbers):
             ring_bytes=ring,
             exchanged_bytes=ring + exchanged,
             moved=moved_rows(self, segment, decided),
+            statistics=tuple(
+                self.nbytes(infos(node)[0], decided.strategies[i].gives[0])
+                for i, node in ops_of(segment)
+                if node.target is ops.sum_over_batch
+            ),
         )
 
     def _weight_works(self, node: fx.Node, backward: Sequence[OpWork]) -> list[OpWork]:

@@ -53,6 +53,8 @@ def first_graph_mismatch(trial: Trial, layout: Layout) -> Place | None:
     whole = run_whole(source, batch, totals, drawn, 0)
     if wrong := _wrong(whole.loss, whole.parameters, expected):
         return _not_the_model(trial, whole, wrong)
+    if source.folded.statistics.count:  # a microbatch alone has other statistics
+        return None
     firsts, parts = list[int](), list[GraphRun]()
     cut = list(microbatches(layout, batch))
     for _, _, first, micro in cut:

@@ -112,8 +112,9 @@ def first_wrong_line(
     draws: Sequence[Draw],
     recorded: Sequence[Sequence[Recorded]],
 ) -> Found | None:
-    """Return the first wrong line of one step; None if all are right, or with cp or ep. `recorded`: results by rank."""
-    if layout.mesh.cp > 1 or layout.mesh.ep > 1:
+    """Return the first wrong line of one step; None if all are right, with cp or ep, or if samples read statistics over
+    the batch. `recorded`: results by rank."""
+    if layout.mesh.cp > 1 or layout.mesh.ep > 1 or source.folded.statistics.count:
         return None
     known = meanings(source, plan)
     drawn = drawn_nodes(source, draws)

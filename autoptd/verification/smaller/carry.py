@@ -36,6 +36,7 @@ def carry(
     return plan.model_copy(
         update={
             "graph_hash": small.graph_hash,
+            "statistics": small.folded.statistics.count,
             "updates": small.updates,
             "precision": "fp64",
             "sizes": {**plan.sizes, **symbols},

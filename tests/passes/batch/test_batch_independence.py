@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import autoptd
 from autoptd.errors import UnsupportedOp
+from autoptd.ops import library as ops
+from autoptd.passes.losses.statistics_form import batch_statistics
 
 SAMPLES, TOKENS, VOCAB, WIDTH = 4, 6, 12, 8
 Body = Callable[[Tensor, Tensor, Tensor], "Tensor | tuple[Tensor, Tensor]"]
@@ -45,14 +47,10 @@ def like_its_samples(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 MIXING: list[tuple[str, Body]] = [
-    ("mean sums over samples", lambda x, ids, labels: x - x.mean(0, keepdim=True)),
-    ("mean sums over samples", lambda x, ids, labels: x / (1 + x.mean())),
-    ("var sums over samples", lambda x, ids, labels: x / (1 + x.var(0))),
+    ("prod works", lambda x, ids, labels: x - x.prod(0)),
     ("softmax works", lambda x, ids, labels: x.softmax(0)),
     ("softmax works", lambda x, ids, labels: x.flatten(0, 1).softmax(0).view(x.shape)),
-    ("linalg_vector_norm sums over samples", lambda x, ids, labels: x / x.norm(dim=0)),
     ("amax works", lambda x, ids, labels: x - x.amax(0)),
-    ("sum sums over samples", lambda x, ids, labels: x - x.sum(0)),
     ("cumsum works", lambda x, ids, labels: x.cumsum(0)),
     ("flip works", lambda x, ids, labels: x.flip(0)),
     ("roll works", lambda x, ids, labels: x.roll(1, 0)),
@@ -75,6 +73,23 @@ def test_what_mixes_samples_is_refused(says: str, body: Body) -> None:
     with pytest.raises(UnsupportedOp, match=says) as error:
         traced(body)
     assert "test_batch_independence.py" in error.value.where
+
+
+STATISTICS: list[Body] = [
+    lambda x, ids, labels: x - x.mean(0, keepdim=True),
+    lambda x, ids, labels: x / (1 + x.mean()),
+    lambda x, ids, labels: x / (1 + x.var(0)),
+    lambda x, ids, labels: x / x.norm(dim=0),
+    lambda x, ids, labels: x - x.detach().sum(0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", STATISTICS)
+def test_sums_that_samples_read_are_of_the_whole_batch(body: Body) -> None:
+    found = traced(body)
+    sums = [n for n in found.folded.traced.graph.graph.nodes if n.target is ops.sum_over_batch]
+    statistics = batch_statistics(found.folded.traced.graph)
+    assert sums and statistics.count == len(sums) and statistics.evaluation == "unknown"
 
 
 def last_of_each(x: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import info, is_getitem
+from autoptd.passes.losses.statistics_form import batch_statistics
 from autoptd.passes.normalise import normalise as passes
 from autoptd.passes.normalise.normalise import FINISH, LOSS, PREPARE, normalise
 from autoptd.passes.trace.trace import trace
@@ -307,10 +308,12 @@ class Norm(nn.Module):
         return self.encoder(x).square().mean()
 
 
-def test_batch_norm_is_refused_with_its_place() -> None:
-    with pytest.raises(UnsupportedOp, match="statistics over this batch") as error:
-        normalised(Norm().double(), batch())
-    assert "encoder.1 (" in str(error.value) and "GroupNorm" in str(error.value)
+def test_batch_norm_is_two_sums_over_the_batch() -> None:
+    traced = normalised(Norm().double(), batch())
+    assert names_of(traced).count("sum_over_batch") == 2 and "batch_norm" not in names_of(traced)
+    statistics = batch_statistics(traced.graph)
+    assert (statistics.op, statistics.evaluation) == ("batch_norm", "running") and "encoder.1 (" in statistics.where
+    assert batch_statistics(normalised(Norm(track_running_stats=False).double(), batch()).graph).evaluation == "batch"
 
 
 def refused(body: Callable[[nn.Module, Tensor], Tensor]) -> str:

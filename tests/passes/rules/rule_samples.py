@@ -349,6 +349,8 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     ops.normal: [([4, 8, 4], torch.float64)],
     ops.place_rows: [(real(4, 6, 8), torch.eye(6)[:4] + torch.tensor([0, 0, 0, 0, 0, 1]) > 0, real(4, 2, 8))],
     ops.sum_by_index: [(real(8), whole(4, 8), 4), (real(4, 8), whole(6, 4, 8), 6)],
+    ops.in_training: [(real(*X), real(*X))],
+    ops.sum_over_batch: [(real(*X),)],
     ops.sum_over_dp: [(real(*X),)],
     ops.uniform: [([8], torch.float64), ([], torch.float64)],
     ops.valid_count: [(labels(4, 4, 8),), (labels(8, 4, 8), -100, weights(8))],
