@@ -248,7 +248,7 @@ def test_verify_finds_gradients_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_statistics_are_in_float32_at_least_and_blocks_compile() -> None:
-    """In bf16, a model learns as it does in float32 up to the precision of its numbers."""
+    """A model in bf16 learns as it does in float32, up to the precision of its numbers."""
     found = case("normed_residual")
     batch = {n: x.float() if x.is_floating_point() else x for n, x in found.batch.items()}
     losses = []

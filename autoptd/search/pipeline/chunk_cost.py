@@ -25,7 +25,6 @@ from autoptd.layout.state_bytes import buffer_class, elements_of, packed
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate, Copies
 from autoptd.search.pipeline.chunk_parameters import ChunkParameters
-from autoptd.search.pipeline.loss_end import LossEnd, loss_end
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held
 from autoptd.search.sharding.dispatch_cost import dispatched_s, spread_over
@@ -256,7 +255,7 @@ class ChunkCosts(ChunkParameters):
         own = sorted(held.items(), key=lambda item: item[1].order)
         if any(first == 0 for first, _ in runs):  # the first stage holds unused parameters
             own += self._unused.items()
-        shared, end = self._sharers(cut), self._held_by_loss(runs)
+        shared, end = self._sharers(cut), self.held_by_loss(runs)
         if len(self.copies) == 1:
             return end + self._laid_out(own, shared, runs, cut, self.copies[0])
         apart = ([item for item in own if (item[0] in self._experts) == experts] for experts in (False, True))
@@ -264,17 +263,6 @@ class ChunkCosts(ChunkParameters):
             self._laid_out(mine, shared, runs, cut, c) for mine, c in zip(apart, self.copies, strict=True)
         )
         return end + dense + experts
-
-    @cached_property
-    def loss_end(self) -> LossEnd:
-        """Work of a loss that is computed once per step from all samples of the batch."""
-        c = self.candidate
-        return loss_end(self.folded.loss_form, c.dp * c.micro * c.microbatches)
-
-    def _held_by_loss(self, runs: Sequence[tuple[int, int]]) -> Memory:
-        """Return what such a loss holds on the rank with the last segment."""
-        holds = any(last == len(self.folded.segments) - 1 for _, last in runs)
-        return Memory(temporary=self.loss_end.held_bytes if holds else 0)
 
     def _laid_out(
         self,
@@ -315,7 +303,7 @@ class ChunkCosts(ChunkParameters):
         if self.candidate.zero >= 2:  # one bucket per block, of which a few are unsharded at a time
             spare = _CLASSES * self.dp * ALIGN
             return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
-        found = Memory(parameters=frozen) + self._held_by_loss([(first, last)])
+        found = Memory(parameters=frozen) + self.held_by_loss([(first, last)])
         for trained, copies in self._trained([(first, last)]):
             trained += unused
             buckets = min(trained // self.bucket, len(self._order)) + _CLASSES

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Container, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import fx
 
+from autoptd.cost_models.memory import Memory
 from autoptd.layout.placements import B, Placement, Split
 from autoptd.layout.state_bytes import Unit
 from autoptd.passes.blocks import owned_by_blocks
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
+from autoptd.search.loss_end import LossEnd, loss_end
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
@@ -207,3 +210,16 @@ class ChunkParameters:
             for name, *_ in parameters:
                 readers.setdefault(name, set()).add(i)
         return readers
+
+    # ---- a loss of the whole batch ----
+
+    @cached_property
+    def loss_end(self) -> LossEnd:
+        """Work of a loss that is computed once per step from all samples of the batch."""
+        c = self.candidate
+        return loss_end(self.folded.loss_form, c.dp * c.micro * c.microbatches)
+
+    def held_by_loss(self, runs: Sequence[tuple[int, int]]) -> Memory:
+        """Return what such a loss holds on the rank with the last segment."""
+        holds = any(last == len(self.folded.segments) - 1 for _, last in runs)
+        return Memory(temporary=self.loss_end.held_bytes if holds else 0)

@@ -24,9 +24,9 @@ from autoptd.schedule import (
     with_communication,
 )
 from autoptd.search.constraints.options import SearchOptions
+from autoptd.search.loss_end import loss_end_s
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
-from autoptd.search.pipeline.loss_end import loss_end_s
 from autoptd.search.pipeline.partition import Cuts
 from autoptd.search.sharding.tensors import Sharded
 
