@@ -41,7 +41,7 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
     counts = {n for n in sources.of_samples - sources.of_parameters if not any(counts_samples(t) for t in infos(n))}
     for statistics in (False, True):
         mixed: dict[fx.Node, Across] = {}
-        states, _ = follow_samples(graph, traced, mixed.setdefault, counts, statistics)
+        states, _ = follow_samples(graph, traced, mixed.__setitem__, counts, statistics)
         if not mixed:
             return
         end = _back_to_rows({*mixed, *descendants(mixed)}, states)
@@ -101,10 +101,10 @@ def _runs_once(node: fx.Node) -> bool:
 
 def _is_row(found: States, node: fx.Node) -> bool:
     """Return whether a tensor has a fixed number of elements per sample, in batch order, that are no row indices."""
-    if len(found) != 1 or not isinstance(found[0], Rows):
+    state = found[0] if len(found) == 1 else None
+    if not isinstance(state, Rows):
         return False
-    (state,), (tensor,) = found, infos(node)
-    rest = [n for dim, n in enumerate(tensor.shape) if dim != state.place.dim]
+    rest = [n for dim, n in enumerate(infos(node)[0].shape) if dim != state.place.dim]
     in_order = state.order == BATCH_ORDER and state.points is None and state.place == SamplePlace(state.place.dim)
     return in_order and all(isinstance(n, int) for n in rest)
 

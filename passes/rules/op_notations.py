@@ -391,11 +391,8 @@ def einsum(call: OpCall) -> str:
     if "->" not in call.args[0]:
         letters = left.replace(",", "").replace("...", "")
         right = ("..." if "..." in left else "") + "".join(sorted(c for c in letters if letters.count(c) == 1))
-    terms = [_letters(t) for t in left.split(",")]
-    operands = [
-        t if "..." in t else fit(tensor, t) for t, tensor in zip(terms, call.operands, strict=True)
-    ]  # a letter of size 1 broadcasts
-    return arrow(operands, [_letters(right)])
+    terms = zip(map(_letters, left.split(",")), call.operands, strict=True)  # a letter of size 1 broadcasts
+    return arrow([t if "..." in t else fit(tensor, t) for t, tensor in terms], [_letters(right)])
 
 
 def _letters(term: str) -> list[str]:

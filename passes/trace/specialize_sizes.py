@@ -13,6 +13,7 @@ valid only for that value, so the size must be static.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import sympy
 import torch
@@ -20,7 +21,7 @@ import torch
 InputDim = tuple[str, int]  # an input and one of its dims
 
 
-def picture_dims(specs: Mapping[str, tuple[torch.Size, torch.dtype]]) -> frozenset[InputDim]:
+def picture_dims(specs: Mapping[str, tuple[Any, torch.dtype]]) -> frozenset[InputDim]:
     """Return the dims of pictures and videos, other than the batch."""
     pictures = {name: shape for name, (shape, dtype) in specs.items() if dtype.is_floating_point and len(shape) >= 4}
     return frozenset((name, dim) for name, shape in pictures.items() for dim in range(1, len(shape)))

@@ -57,7 +57,7 @@ def batch_totals(source: TracedModel, batch: Mapping[str, Tensor], draws: Mappin
         return BatchTotals(tuple(counts))
     state = {**buffers, **{n: p.detach() for n, p in source.model.named_parameters()}}
     sums = _run(source, state, batch, counts, None, draws, DropoutKey(0))[folded.loss].detach().requires_grad_()
-    loss = _outer(source, sums, counts, sample_count(batch))
+    loss = _outer(source, sums, counts, sample_count(dict(batch)))
     (gradient,) = torch.autograd.grad(loss, sums)
     return BatchTotals(tuple(counts), gradient, float(loss.detach() - (gradient * sums.detach()).sum()))
 
@@ -112,7 +112,7 @@ def run_whole(
     kept = [n for n, x in values.items() if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None]
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     wanted = [*(values[n] for n in kept), *trained.values()]
-    given = totals.of_samples(source, first, sample_count(batch))
+    given = totals.of_samples(source, first, sample_count(dict(batch)))
     found = torch.autograd.grad(loss, wanted, given, allow_unused=True, retain_graph=True)
     own = zip(trained.items(), found[len(kept) :], strict=True)
     linear = loss.detach() if given is None else (given * loss.detach()).sum()
