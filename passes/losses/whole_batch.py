@@ -38,7 +38,8 @@ from autoptd.passes.trace.traced import BATCH, Traced
 def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
     """Mark the nodes at the end of a loss that are computed from all samples of the batch together."""
     sources = _Sources.of(graph, traced)
-    counts = {n for n in sources.of_samples - sources.of_parameters if not any(counts_samples(t) for t in infos(n))}
+    known = (n for n in graph.nodes if n.op == "call_function" and n not in sources.of_parameters)
+    counts = {n for n in known if not any(counts_samples(t) for t in infos(n))}
     for statistics in (False, True):
         mixed: dict[fx.Node, Across] = {}
         states, _ = follow_samples(graph, traced, mixed.__setitem__, counts, statistics)
@@ -53,9 +54,8 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
 
 @dataclass(frozen=True)
 class _Sources:
-    """Nodes that depend on samples, on parameters, and on parameters with two dims or more but on no sample."""
+    """Nodes that depend on parameters, and those that depend on parameters with two dims or more but on no sample."""
 
-    of_samples: set[fx.Node]
     of_parameters: set[fx.Node]
     of_matrices: set[fx.Node]
 
@@ -66,7 +66,7 @@ class _Sources:
         parameters = {n for n in given if n.name in traced.parameters}
         matrices = {n for n in parameters if infos(n)[0].ndim >= 2}
         sampled = inputs | descendants(inputs)
-        return _Sources(sampled, parameters | descendants(parameters), (matrices | descendants(matrices)) - sampled)
+        return _Sources(parameters | descendants(parameters), (matrices | descendants(matrices)) - sampled)
 
 
 def _back_to_rows(end: set[fx.Node], states: Mapping[fx.Node, States]) -> set[fx.Node]:

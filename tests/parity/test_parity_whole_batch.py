@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -17,7 +17,7 @@ from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from autoptd.verification.verdict import verify_plan
-from tests.everyday_losses import WHOLE, clip, model_of, ragged
+from tests.everyday_losses import WHOLE, clip, model_of, ragged, two_views
 from tests.parity.parity_check import TOLERANCE
 from tests.parity.test_parity_losses import SCHEDULES, Deep, made, off
 
@@ -64,6 +64,25 @@ def test_over_tokens_and_widths_that_are_cut(mesh: dict[str, int]) -> None:
     alone = train_alone(model, [batch], loss=pairs_of_texts, optimizer="sgd", optimizer_options={"lr": 0.05})
     assert found.losses[0] == pytest.approx(alone.losses[0], rel=TOLERANCE)
     assert max(differences(found.gradients, alone.gradients).values()) <= TOLERANCE
+
+
+class Views(nn.Module):
+    """Two views of each picture, through a network with batch norm (Chen et al. 2020, SimCLR)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        self.project = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 7))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return two_views(torch.stack((self.project(self.see(x)), self.project(self.see(y))), 1))
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "pp": 2, "micro": 4}, {"dp": 2, "tp": 2}], ids=str)
+def test_behind_statistics_of_the_batch(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, batch = Views().double(), {n: torch.randn(8, 3, 6, 6, dtype=torch.float64) for n in "xy"}
+    assert off(made(model, batch, fix={"micro": 4, **mesh}), model, batch) <= TOLERANCE
 
 
 def test_verified_and_evaluated_on_any_number_of_samples() -> None:
