@@ -34,8 +34,8 @@ from autoptd.cost_models.nccl import common_protocols
 from autoptd.cost_models.paths import Path, crossings
 
 # fitted: the step times of Mixtral 8x7B and 8x22B, which route naturally (megatron_release_golden_moe): experts vary by
-# 0.35 where a token takes 2 of 8. Where it takes 8 of 128 they then vary by 0.54; bridge_model_cards asks for that at
-# least; docs/accuracy.md
+# 0.35 where a token takes 2 of 8. Where it takes 8 of 128 they then vary by 0.54, and bridge_model_cards asks for that
+# at least; docs/accuracy.md
 BIAS = 0.275
 QUANTILE = 0.99  # of the passes whose rows memory is planned for
 MEDIAN = 0.5

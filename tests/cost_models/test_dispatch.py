@@ -47,8 +47,8 @@ def test_measured_dispatch() -> None:
 
 
 def test_the_spread_of_experts() -> None:
-    """A table of the normal distribution has 2 of 8 beyond 0.6745, where its density is 0.3178, and 8 of 128 beyond
-    1.5341, where it is 0.1230."""
+    """The hazards from a table of the normal distribution: 2 of 8 lie beyond 0.6745, where its density is 0.3178; 8 of
+    128 beyond 1.5341, where it is 0.1230."""
     assert spread(8, 2) == pytest.approx(BIAS * 0.3178 / 0.25, rel=1e-3)
     assert spread(128, 8) == pytest.approx(BIAS * 0.1230 / 0.0625, rel=1e-3)
     assert spread(8, 8) == 0
