@@ -182,6 +182,7 @@ CASES = (
             "hidden_size": 16,
             "text_len": 6,
             "text_len_t5": 6,
+            "use_style_cond_and_image_meta_size": False,
             "activation_fn": "gelu-approximate",
         },
         {
@@ -191,9 +192,8 @@ CASES = (
             "text_embedding_mask": (6,),
             "encoder_hidden_states_t5": TEXT,
             "text_embedding_mask_t5": (6,),
-            "image_meta_size": (6,),
         },
-        fixed={"style": torch.zeros(1, dtype=torch.int64), "image_rotary_emb": [torch.ones(16, 8), torch.zeros(16, 8)]},
+        fixed={"image_rotary_emb": [torch.ones(16, 8), torch.zeros(16, 8)]},
     ),
     Denoiser(
         "Lumina2Transformer2DModel",

@@ -145,7 +145,7 @@ def write_equal_bags_as_embedding(graph: fx.Graph, traced: Traced) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or op_name(node) != "embedding_bag" or {u.args[1] for u in node.users} != {0}:
             continue
-        weight, ids, offsets, scaled, mode, sparse, scores, last, padding = (*node.args, *_BAG[len(node.args) :])
+        weight, ids, offsets, scaled, mode, sparse, scores, last, padding = node.args + _BAG[len(node.args) :]
         (bags, width), length = infos(node)[0].shape, _bag_length(offsets)
         if length is None or scaled or sparse or last or padding is not None:
             continue
@@ -161,7 +161,7 @@ def write_equal_bags_as_embedding(graph: fx.Graph, traced: Traced) -> None:
             user.replace_all_uses_with(made)
 
 
-_BAG = (None, None, None, False, 0, False, None, False, None)  # defaults of embedding_bag
+_BAG: tuple[Any, ...] = (None, None, None, False, 0, False, None, False, None)  # defaults of embedding_bag
 _OF_BAG = {0: aten.sum.dim_IntList, 1: aten.mean.dim}  # a maximum is left, and refused
 
 
@@ -193,7 +193,7 @@ def write_convolution_padding_as_numbers(graph: fx.Graph, traced: Traced) -> Non
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _NAMED_PADDING:
             continue
-        x, weight, bias, stride, padding, dilation, groups = (*node.args, *_CONVOLUTION[len(node.args) :])
+        x, weight, bias, stride, padding, dilation, groups = node.args + _CONVOLUTION[len(node.args) :]
         dims = info(weight).ndim - 2
         stride, dilation = (list(v) * (dims // len(v)) for v in (stride, dilation))
         kernel = info(weight).shape[2:] if padding == "same" else (1,) * dims
@@ -208,7 +208,7 @@ def write_convolution_padding_as_numbers(graph: fx.Graph, traced: Traced) -> Non
         node.args, node.kwargs = (x, weight, bias, stride, [t // 2 for t in total], dilation, groups), {}
 
 
-_CONVOLUTION = (None, None, None, [1], "valid", [1], 1)  # defaults of a convolution
+_CONVOLUTION: tuple[Any, ...] = (None, None, None, [1], "valid", [1], 1)  # defaults of a convolution
 _NAMED_PADDING = {
     aten.conv1d.padding: aten.conv1d.default,
     aten.conv2d.padding: aten.conv2d.default,

@@ -48,7 +48,7 @@ from autoptd.passes.normalise.functionalize import remove_mutation
 from autoptd.passes.normalise.inline_regions import inline_regions as _inline
 from autoptd.passes.normalise.masks import name_causal_masks
 from autoptd.passes.normalise.placed_rows import write_placed_rows
-from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse
+from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse, refuse_sparse_tensors
 from autoptd.passes.normalise.scalar_types import settle_scalar_types
 from autoptd.passes.normalise.sizes import fold_sizes
 from autoptd.passes.random.draws import forget_likes, write_random_as_draws
@@ -107,6 +107,7 @@ PREPARE: list[Pass] = [
     drop_asserts,
     fold_sizes,
     drop_asserts,
+    refuse_sparse_tensors,
     remove_mutation,
     annotate,
     write_batch_norms_as_sums,
@@ -119,8 +120,8 @@ PREPARE: list[Pass] = [
     write_casts_with_their_type,
     write_convolution_padding_as_numbers,
     write_equal_bags_as_embedding,
-    write_parts_of_expanded,
     drop_identities,
+    write_parts_of_expanded,
     write_views_as_reshape,
     write_equal_splits_as_chunk,
     write_addmm_as_linear,

@@ -1,9 +1,9 @@
-"""Refuse random ops that have no keyed form, and sparse gradients."""
+"""Refuse random ops that have no keyed form, sparse tensors and sparse gradients."""
 
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.ops import library as ops
@@ -51,4 +51,16 @@ def refuse_sparse(graph: fx.Graph, traced: Traced) -> None:
                 f"{node.target} with sparse=True gives its weight a sparse gradient",
                 where=source_line(node),
                 fix="remove sparse=True: the dense gradient has the same values",
+            )
+
+
+def refuse_sparse_tensors(graph: fx.Graph, traced: Traced) -> None:
+    """Raise UnsupportedOp for a sparse tensor: rules, prices and proofs are those of dense ones."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            raise UnsupportedOp(
+                f"{node.target} makes a tensor of the layout {value.layout}",
+                where=source_line(node),
+                fix="write the values into a dense tensor: torch.zeros(…).index_put(indices, values, accumulate=True)",
             )

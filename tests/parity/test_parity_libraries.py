@@ -82,7 +82,7 @@ class Prompted(Plain):
         self.prompts = nn.Embedding(3, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        ids = torch.arange(3).unsqueeze(0).expand(x.size(0), -1)[:1]
+        ids = torch.arange(3).unsqueeze(0).expand(x.size(0), -1).to(x.device)[:1]
         return super().forward(torch.cat([self.prompts(ids).repeat(x.size(0), 1, 1), x], 1))
 
 
