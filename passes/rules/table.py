@@ -17,7 +17,9 @@ from autoptd.ops import library as ops
 from autoptd.passes.graph import numel
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.rules import op_notations as n
-from autoptd.passes.rules.factors import Implementation, Rule, Strategy, local_shape
+from autoptd.passes.rules.convolutions import conv, conv_groups
+from autoptd.passes.rules.factors import Implementation, Rule
+from autoptd.passes.rules.local_arguments import copies, inner_shape, length, part_sizes, shape
 from autoptd.passes.rules.views import view
 
 aten = torch.ops.aten
@@ -75,40 +77,6 @@ def if_zero(index: int, name: str) -> Callable[[OpCall], Sequence[frozenset[int]
         return first(call) if zero else ()
 
     return linear
-
-
-# Arguments that are sizes.
-
-
-def shape(index: int) -> Callable[[OpCall, Strategy, int], Mapping[int | str, Any]]:
-    """Return `local` for an argument that is the shape of the result; -1 stays -1."""
-
-    def local(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
-        sizes = local_shape(call.outputs[0], strategy.gives[0], ranks)
-        return {index: [w if w == -1 else size for w, size in zip(call.args[index], sizes, strict=True)]}
-
-    return local
-
-
-def inner_shape(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
-    """Return the local `sizes` of unflatten; -1 stays -1."""
-    dim = call.args[1] % call.operands[0].ndim
-    sizes = local_shape(call.outputs[0], strategy.gives[0], ranks)[dim : dim + len(call.args[2])]
-    return {2: [w if w == -1 else size for w, size in zip(call.args[2], sizes, strict=True)]}
-
-
-def part_sizes(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
-    """Return the local sizes of split's parts: one for all or one each."""
-    dim = call.arg(2, "dim", 0) % call.operands[0].ndim
-    placements = zip(call.outputs, strategy.gives, strict=True)
-    sizes: list[Size] = [local_shape(t, p, ranks)[dim] for t, p in placements]
-    return {1: sizes if isinstance(call.args[1], (list, tuple)) else sizes[0]}
-
-
-def length(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
-    """Return the local `length` of narrow."""
-    dim = call.args[1] % call.operands[0].ndim
-    return {3: local_shape(call.outputs[0], strategy.gives[0], ranks)[dim]}
 
 
 # Own distributed implementations.
@@ -191,9 +159,9 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.concat.default: Rule(n.cat, together),
     aten.constant_pad_nd.default: Rule(n.pad, if_zero(2, "value")),
     aten.contiguous.default: CAST,
-    aten.conv1d.default: Rule(n.conv, product_and_bias),
-    aten.conv2d.default: Rule(n.conv, product_and_bias),
-    aten.conv3d.default: Rule(n.conv, product_and_bias),
+    aten.conv1d.default: Rule(conv, product_and_bias, conv_groups),
+    aten.conv2d.default: Rule(conv, product_and_bias, conv_groups),
+    aten.conv3d.default: Rule(conv, product_and_bias, conv_groups),
     aten.cos.default: POINTWISE,
     aten.cosh.default: POINTWISE,
     aten.cosine_embedding_loss.default: Rule(n.row_loss(4)),
@@ -317,7 +285,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.remainder.Scalar: POINTWISE,
     aten.remainder.Tensor: POINTWISE,
     aten.repeat.default: Rule(n.repeat, first),
-    aten.repeat_interleave.self_int: Rule(n.repeat_interleave, first),
+    aten.repeat_interleave.self_int: Rule(n.repeat_interleave, first, copies),
     aten.reshape.default: RESHAPE,
     aten.rms_norm.default: Rule(n.normalised),
     aten.roll.default: Rule(n.unsplittable(2, "dims", None), first),
