@@ -34,8 +34,9 @@ ATTENTION = frozenset({aten.scaled_dot_product_attention.default, ops.attention}
 DROPOUT = frozenset({aten.dropout.default, ops.dropout})
 RMS_NORM = frozenset({aten.rms_norm.default})
 
-# Values for symbols on meta tensors: distinct, unlikely as a model's sizes, and divisible by all small numbers.
-SYMBOL_VALUES = (55440, 50400, 45360, 75600, 83160, 98280)
+# Values for symbols on meta tensors: distinct, unlikely as a model's sizes, and divisible by small numbers; those of
+# tokens also by chunks of up to 512, since a scan may be traced for a whole number of chunks.
+SYMBOL_VALUES = (55440, 53760, 46080, 76800, 84480, 99840)
 SMALL_VALUES = ((44, 28, 52, 36, 20, 12), (10, 6, 14, 12, 4, 8))  # for models that limit a size: a table of positions
 
 

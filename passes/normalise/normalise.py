@@ -47,6 +47,7 @@ from autoptd.passes.normalise.float_types import refuse_mixed_types, write_froze
 from autoptd.passes.normalise.functionalize import remove_mutation
 from autoptd.passes.normalise.inline_regions import inline_regions as _inline
 from autoptd.passes.normalise.masks import name_causal_masks
+from autoptd.passes.normalise.part_projections import cut_projections
 from autoptd.passes.normalise.placed_rows import write_placed_rows
 from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse, refuse_sparse_tensors
 from autoptd.passes.normalise.scalar_types import settle_scalar_types
@@ -129,6 +130,7 @@ PREPARE: list[Pass] = [
     write_grouped_mm,
     merge_reshapes,
     drop_identities,
+    cut_projections,
     write_drop_path_as_mask,
     write_random_as_draws,
     write_frozen_batch_norm_in_one_type,

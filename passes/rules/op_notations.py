@@ -227,14 +227,17 @@ def repeat(call: OpCall) -> str:
 
 
 def repeat_interleave(call: OpCall) -> str:
-    """Return the notation of repeat_interleave(count, dim): `d -> (d 3)`."""
+    """Return the notation of repeat_interleave(count, dim): `d -> (d 3)`; copies of one element can be split."""
     dims, dim = names(call.operands[0].ndim), call.arg(2, "dim", None)
     if dim is None and len(dims) == 1:
         dim = 0
     if dim is None or not isinstance(call.args[1], int):
         return whole(call)
     dim %= len(dims)
-    return arrow([dims], [[*dims[:dim], f"({dims[dim]} {call.args[1]})", *dims[dim + 1 :]]])
+    alone = call.operands[0].shape[dim] == 1
+    once, copies = ("1", dims[dim]) if alone else (dims[dim], f"({dims[dim]} {call.args[1]})")
+    before, after = dims[:dim], dims[dim + 1 :]
+    return arrow([[*before, once, *after]], [[*before, copies, *after]])
 
 
 def pad(call: OpCall) -> str:
@@ -330,16 +333,6 @@ def addmm(call: OpCall) -> str:
     batch = ["b"] * (call.outputs[0].ndim - 2)
     bias = fit(call.operands[0], [*batch, "m", "n"])
     return arrow([["+", *bias], [*batch, "m", "k"], [*batch, "k", "n"]], [[*batch, "m", "n"]])
-
-
-def conv(call: OpCall) -> str:
-    """Return the notation of a convolution: channels can be split without groups, spatial dims are whole."""
-    source = call.operands[0]
-    space = ["."] * (source.ndim - 2)
-    if call.args[-1] != 1 if len(call.args) > 6 else call.kwargs.get("groups", 1) != 1:
-        return arrow([["b", ".", *space], *(["."] * t.ndim for t in call.operands[1:])], [["b", ".", *space]])
-    bias = [["+", "o"]] if len(call.operands) == 3 else []
-    return arrow([["b", "c", *space], ["o", "c", *space], *bias], [["b", "o", *space]])
 
 
 def pool(space: int) -> Notation:

@@ -7,7 +7,7 @@ execution in tests/passes/rules/test_table.py. For an op without a row, `discove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,27 +15,68 @@ import torch
 from autoptd.layout.placements import B
 from autoptd.ops import library as ops
 from autoptd.passes.graph import numel
-from autoptd.passes.opcall import OpCall, Size
+from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.rules import op_notations as n
+from autoptd.passes.rules.convolutions import conv, conv_groups
 from autoptd.passes.rules.factors import Implementation, Rule
-from autoptd.passes.rules.row_functions import (
-    bias_and_product,
-    both,
-    branches,
-    each,
-    first,
-    first_and_third,
-    if_zero,
-    inner_shape,
-    length,
-    part_sizes,
-    product_and_bias,
-    shape,
-    together,
-)
+from autoptd.passes.rules.local_arguments import copies, inner_shape, length, part_sizes, shape
 from autoptd.passes.rules.views import view
 
 aten = torch.ops.aten
+
+
+# Operands that may be partial sums.
+
+
+def first(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return the first operand alone, if it is the first argument (a number divided by a tensor is not linear)."""
+    return (frozenset({0}),) if isinstance(call.args[0], TensorInfo) else ()
+
+
+def together(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return all operands at once, as for a concatenation."""
+    return (frozenset(range(len(call.operands))),)
+
+
+def both(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return both operands at once, unless one of the two is a number."""
+    return together(call) if len(call.operands) == 2 else ()
+
+
+def each(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return one operand at a time, as for a product."""
+    return tuple(frozenset({i}) for i in range(len(call.operands)))
+
+
+def product_and_bias(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return either factor of x w + b, with the bias (third)."""
+    bias = {2} & {len(call.operands) - 1}
+    return frozenset({0} | bias), frozenset({1} | bias)
+
+
+def bias_and_product(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return either factor of b + x w, with the bias (first)."""
+    return frozenset({0, 1}), frozenset({0, 2})
+
+
+def branches(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return both branches of `where` at once."""
+    return (frozenset({1, 2}),) if len(call.operands) == 3 else ()
+
+
+def first_and_third(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return the tensor that an indexed write changes and the source, at once."""
+    return (frozenset({0, 2}),)
+
+
+def if_zero(index: int, name: str) -> Callable[[OpCall], Sequence[frozenset[int]]]:
+    """Return `linear` of ops that fill in a value: the first operand if that value is zero."""
+
+    def linear(call: OpCall) -> Sequence[frozenset[int]]:
+        zero = call.arg(index, name, None) in (None, 0) and call.args[2:3] not in (("reflect",), ("replicate",))
+        return first(call) if zero else ()
+
+    return linear
 
 
 # Own distributed implementations.
@@ -118,9 +159,9 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.concat.default: Rule(n.cat, together),
     aten.constant_pad_nd.default: Rule(n.pad, if_zero(2, "value")),
     aten.contiguous.default: CAST,
-    aten.conv1d.default: Rule(n.conv, product_and_bias),
-    aten.conv2d.default: Rule(n.conv, product_and_bias),
-    aten.conv3d.default: Rule(n.conv, product_and_bias),
+    aten.conv1d.default: Rule(conv, product_and_bias, conv_groups),
+    aten.conv2d.default: Rule(conv, product_and_bias, conv_groups),
+    aten.conv3d.default: Rule(conv, product_and_bias, conv_groups),
     aten.cos.default: POINTWISE,
     aten.cosh.default: POINTWISE,
     aten.cosine_embedding_loss.default: Rule(n.row_loss(4)),
@@ -244,7 +285,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.remainder.Scalar: POINTWISE,
     aten.remainder.Tensor: POINTWISE,
     aten.repeat.default: Rule(n.repeat, first),
-    aten.repeat_interleave.self_int: Rule(n.repeat_interleave, first),
+    aten.repeat_interleave.self_int: Rule(n.repeat_interleave, first, copies),
     aten.reshape.default: RESHAPE,
     aten.rms_norm.default: Rule(n.normalised),
     aten.roll.default: Rule(n.unsplittable(2, "dims", None), first),

@@ -15,7 +15,7 @@ from torch import fx
 from autoptd.layout.placements import BP, P, Split
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.fold import Folded
-from autoptd.passes.graph import infos, op_call, operands
+from autoptd.passes.graph import infos, is_getitem, op_call, operands
 from autoptd.passes.opcall import OpCall, Size, Sizes
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.context_parallel import own_token_strategies
@@ -99,10 +99,18 @@ def _keeps_digits(call: OpCall, strategy: Strategy) -> bool:
     return not low or (BP not in low and P not in low and not strategy.collectives)
 
 
+_VIEWS = (
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.split_with_sizes.default,
+)
+
+
 def is_weight(node: fx.Node) -> bool:
     """Return whether a parameter is an operand of a product or the table of a lookup, possibly through views."""
     for user in node.users:
-        if user.target in (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.reshape.default):
+        if user.target in _VIEWS or is_getitem(user):
             if is_weight(user):
                 return True
         elif user.target is torch.ops.aten.embedding.default or work(op_call(user)).kind == "matmul":

@@ -30,6 +30,7 @@ def call(target: Any, *args: Any, out: Any, **kwargs: Any) -> OpCall:
 
 
 X = real(b, s, 64)
+WHOLE_CHUNKS = real(b, 256 * sympy.ceiling(s / 256), 64)  # as many tokens where a scan was traced for whole chunks
 INDICES = TensorInfo((b, s), torch.int64, False)
 STATISTIC = real(b, s, 1, grad=False)
 
@@ -45,6 +46,7 @@ def named(target: Callable[..., Any]) -> str:
         (call(aten.linear.default, X, real(128, 64), real(128), out=real(b, s, 128)), SavedForBackward((0, 1))),
         (call(aten.linear.default, X, real(128, 64, grad=False), out=real(b, s, 128)), SavedForBackward((1,))),
         (call(aten.gelu.default, X, out=X), SavedForBackward((0,))),
+        (call(aten.mul.Tensor, X, WHOLE_CHUNKS, out=X), SavedForBackward((0, 1))),
         (call(aten.relu.default, X, out=X), SavedForBackward((), (0,))),
         (call(aten.softmax.int, X, -1, out=X), SavedForBackward((), (0,))),
         (call(aten.layer_norm.default, X, [64], out=X), SavedForBackward((0,), (), (STATISTIC, STATISTIC))),

@@ -134,6 +134,8 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.conv1d.default: [
         (real(2, 4, 9), real(8, 4, 3), real(8)),
         (real(2, 4, 9), real(8, 2, 3), None, [1], [1], [1], 2),
+        (real(2, 8, 9), real(16, 2, 3), real(16), [1], [1], [1], 4),
+        (real(2, 24, 9), real(24, 1, 3), real(24), [1], [2], [1], 24),
     ],
     aten.conv2d.default: [(real(2, 4, 8, 8), real(8, 4, 2, 2), real(8), [2, 2]), (real(4, 4, 5, 5), real(8, 4, 3, 3))],
     aten.conv3d.default: [(real(2, 4, 3, 3, 3), real(4, 4, 2, 2, 2), real(4))],
@@ -257,7 +259,12 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.remainder.Scalar: [(fixed(*X), 2)],
     aten.remainder.Tensor: [(fixed(*X), fixed(8))],
     aten.repeat.default: [(real(4, 8), [1, 3]), (real(4, 8), [2, 2, 1])],
-    aten.repeat_interleave.self_int: [(real(4, 8), 3, 1), (real(4, 8), 2)],
+    aten.repeat_interleave.self_int: [
+        (real(4, 8), 3, 1),
+        (real(4, 8), 2),
+        (real(4, 8), 3, 1, {"output_size": 24}),
+        (real(4, 1, 8), 4, 1, {"output_size": 4}),
+    ],
     aten.reshape.default: [(real(4, 12, 2), [4, -1]), (real(4, 24), [4, 3, 4, 2])],
     aten.rms_norm.default: [(real(4, 6, 8), [8], real(8)), (real(4, 8), [8])],
     aten.roll.default: [(real(4, 8), [1], [1]), (real(4, 8), [2])],
