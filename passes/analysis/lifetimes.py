@@ -1,6 +1,6 @@
 """The moments of a pass in which each storage is alive.
 
-A pass is a sequence of moments, one for each step. `Recorder` writes down when storages are held and released;
+A pass is a sequence of moments, one for each step. `LifetimeWriter` writes down when storages are held and released;
 `Lifetimes` keeps the spans, whose bytes add up to those of every moment:
 
     bytes of moment i = sum of the bytes of the spans (storage, begin, end) with begin <= i < end
@@ -57,7 +57,7 @@ def most_bytes(spans: NDArray[np.int64], sizes: NDArray[np.int64]) -> int:
     return max(0, int(change.cumsum().max()))
 
 
-class Recorder:
+class LifetimeWriter:
     """Writes down lifetimes, moment by moment.
 
     A storage may be held for several reasons at once, and is alive until it is released for each of them."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import SavedActivations, recomputed_steps, saved_in_flow
 from autoptd.passes.analysis.dataflow import GRADIENT_OF, DataflowStep, Flow, Number, Storage, Value, flow
-from autoptd.passes.analysis.lifetimes import Lifetimes, Moment, Recorder, most_bytes
+from autoptd.passes.analysis.lifetimes import Lifetimes, LifetimeWriter, Moment, most_bytes
 from autoptd.passes.analysis.overwriting import losses_in_place
 from autoptd.passes.analysis.workspace import workspace
 from autoptd.passes.fold import Folded, Segment
@@ -160,7 +160,7 @@ def _forward(
     always: Collection[Storage] = (),
 ) -> Lifetimes:
     """Return the lifetimes in a forward pass. `in_place`: as from `losses_in_place`; `always`: alive besides."""
-    found, last = Recorder(always), dict[Storage, int]()
+    found, last = LifetimeWriter(always), dict[Storage, int]()
     for i, step in enumerate(region.steps):
         last.update((value.storage, i) for value in (*step.operands, *step.outputs))
     ends = _by_moment((s, i) for s, i in last.items() if s not in saved)
@@ -221,7 +221,7 @@ def _extra(step: DataflowStep, tensors: Sequence[TensorInfo]) -> list[Storage]:
 def _backward(
     region: Flow, saved: set[Storage], everything: set[Storage], policy: str, in_place: Mapping[str, bool]
 ) -> Lifetimes:
-    steps, found = region.steps, Recorder()
+    steps, found = region.steps, LifetimeWriter()
     first = {s: i for i, step in reversed(list(enumerate(steps))) for s in step.saved}  # its last use in backward
     again = {id(s) for s in recomputed_steps(steps, policy)}
     back = max((i for i, s in enumerate(steps) if id(s) in again), default=-1)

@@ -72,10 +72,11 @@ class Messages:
         n = len(self.crossing)
         found = np.zeros((self.route.stages, n))
         rows: dict[Lanes, NDArray[np.float64]] = {}
+        places = {nbytes: place for place, nbytes in enumerate(self.crossing) if place}  # the last with so many bytes
         for stage in range(self.route.stages - 1):
             lanes = self.edges.get(self.route.edge(stage), ())
             if lanes not in rows:
-                known = {crossing: self.send_s(stage, place) for place, crossing in enumerate(self.crossing) if place}
+                known = {nbytes: self.send_s(stage, place) for nbytes, place in places.items()}
                 rows[lanes] = np.array([known[crossing] for crossing in self.crossing[1:]])
             found[stage, :-1] = rows[lanes]
         return found

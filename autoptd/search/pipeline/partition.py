@@ -68,8 +68,11 @@ class CutObjective:
 
     def least_peaks(self, lower_s: Floats, send_s: Floats, forward_share: float) -> Floats:
         """Return lower bounds of P, given those of the seconds with messages."""
-        seconds, finite = lower_s - (0.0 if self.messages else send_s), np.isfinite(lower_s)
-        return np.where(finite, self._rates(forward_share) * np.where(finite, seconds, 0.0), np.inf)
+        seconds, rates = lower_s if self.messages else lower_s - send_s, self._rates(forward_share)
+        if rates.min() > 0:
+            return rates * seconds
+        finite = np.isfinite(lower_s)
+        return np.where(finite, rates * np.where(finite, seconds, 0.0), np.inf)
 
     def sums(self, seconds: Floats) -> Floats:
         return seconds if self.fill else np.where(np.isfinite(seconds), 0.0, np.inf)
