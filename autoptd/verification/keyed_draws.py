@@ -56,9 +56,7 @@ class DrawsOfProgram(TorchDispatchMode):
         if form not in DISTRIBUTIONS:
             return func(*args, **kwargs)
         if form is aten.rand.default and not args[0] and not ((draw := self.upcoming()) and draw.single):
-            return torch.full_like(
-                func(*args, **kwargs), 0.5
-            )  # compared with a rate of 0, which the graph does not hold
+            return torch.full_like(func(*args, **kwargs), 0.5)  # compared with a rate of 0, which no graph holds
         draw, made = self.next_draw(), func(*args, **kwargs)  # for its shape and type, and to advance torch's generator
         found = TensorWriter(draw, self.rng).made(form, given_of(form, args, kwargs), made)
         return made.copy_(found)

@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from autoptd.errors import UnsupportedOp
 
-_FRACTIONS = (torch.rand, torch.rand_like, torch.Tensor.uniform_)
-_BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
-_COMPARES = (*_BELOW, torch.Tensor.__le__, torch.Tensor.__gt__, torch.Tensor.__ge__, torch.le, torch.gt, torch.ge)
+_FRACTIONS = frozenset({torch.rand, torch.rand_like})
+_BELOW = frozenset({torch.Tensor.__lt__, torch.Tensor.lt, torch.lt})
+_ABOVE = frozenset({torch.Tensor.__gt__, torch.Tensor.__ge__, torch.gt, torch.ge})
+_COMPARES = _BELOW | _ABOVE | {torch.Tensor.__le__, torch.le}
 
 
 @contextmanager
