@@ -60,7 +60,7 @@ class Keyed(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._below = DrawsOfProgram(lambda: None if self.draws is None else self._next(), self.rng)
+        self._below = DrawsOfProgram(lambda: None if self.draws is None else self._next(), self._upcoming, self.rng)
 
     @property
     def used(self) -> int:
@@ -149,6 +149,11 @@ class Keyed(TorchFunctionMode):
         if self.draws is None or index >= len(self.draws):
             raise MoreDraws
         return self.draws[index]
+
+    def _upcoming(self) -> Draw | None:
+        """Return the draw that `_next` would take, if there is one."""
+        index = self.seen.get(torch.get_rng_state().numpy().tobytes(), len(self.seen))
+        return self.draws[index] if self.draws is not None and index < len(self.draws) else None
 
 
 class MoreDraws(RuntimeError):

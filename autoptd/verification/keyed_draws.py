@@ -33,14 +33,18 @@ class Draw:
     key: str
     samples: SamplePosition
     dropped: float | None = None
+    single: bool = False  # whether it draws one number
 
 
 class DrawsOfProgram(TorchDispatchMode):
-    """The mode. `next_draw`: takes the next draw, None if draws are disabled; each is its mean then."""
+    """The mode. `next_draw`: takes the next draw, None if draws are disabled; each is its mean then. `upcoming`: reads
+    the one that it would take."""
 
-    def __init__(self, next_draw: Callable[[], Draw | None], rng: DropoutKey) -> None:
+    def __init__(
+        self, next_draw: Callable[[], Draw | None], upcoming: Callable[[], Draw | None], rng: DropoutKey
+    ) -> None:
         super().__init__()
-        self.next_draw, self.rng = next_draw, rng
+        self.next_draw, self.upcoming, self.rng = next_draw, upcoming, rng
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -51,6 +55,8 @@ class DrawsOfProgram(TorchDispatchMode):
             return self._rrelu(*args[:4])
         if form not in DISTRIBUTIONS:
             return func(*args, **kwargs)
+        if form is aten.rand.default and not args[0] and not ((draw := self.upcoming()) and draw.single):
+            return torch.full_like(func(*args, **kwargs), 0.5)  # compared with a rate of 0, which no graph holds
         draw, made = self.next_draw(), func(*args, **kwargs)  # for its shape and type, and to advance torch's generator
         found = TensorWriter(draw, self.rng).made(form, given_of(form, args, kwargs), made)
         return made.copy_(found)

@@ -56,7 +56,7 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
             if samples == ops.MICROBATCH:
                 return None
             dropped = float(node.args[1]) if node.target is ops.dropout_mask else None  # type: ignore[arg-type]
-            found.append(Draw(f"{segment.index}.{i}", samples, dropped))
+            found.append(Draw(f"{segment.index}.{i}", samples, dropped, not info(node).shape))
     return found
 
 

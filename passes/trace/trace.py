@@ -26,6 +26,7 @@ from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.normalise.view_writes import refuse_writes_to_state, write_views_functionally, writes_through_view
+from autoptd.passes.random.tracing import random_code
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
@@ -204,6 +205,7 @@ class _Exporter:
                 silent_export(),
                 refuse_own_draws(self.model),
                 symbolic_len(model, self.objective.loss),
+                random_code(),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(

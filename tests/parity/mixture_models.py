@@ -333,7 +333,7 @@ def family(name: str) -> Case:
     text = "Text" if name == "llama4" else ""
     config = getattr(importlib.import_module("transformers"), f"{model}{text}Config")(**{**_SIZES, **given})
     case = mixture(names[f"{model}ForCausalLM"], config)
-    if name == "phimoe":  # in training its router draws random numbers, which is refused
+    if name == "phimoe":  # in training its router draws, which only a process with the same keys repeats
         for layer in case.model.model.layers:  # type: ignore[union-attr]
             layer.mlp.router.eval()
     return case

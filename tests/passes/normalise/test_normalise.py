@@ -395,3 +395,32 @@ def test_a_branch_on_data_as_an_operator_is_refused() -> None:
 def test_normalising_is_deterministic() -> None:
     texts = {str(normalise(trace(model_of(views), batch(), precision="fp64")).graph.graph) for _ in range(2)}
     assert len(texts) == 1
+
+
+class Skipping(nn.Module):
+    """Layers that are skipped at random (LayerDrop)."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layers, self.rate = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not (self.training and torch.rand([]) < self.rate):
+                x = x + layer(x)
+        return x.square().mean()
+
+
+def test_layers_skipped_at_random_are_refused_with_a_way_out() -> None:
+    normalised(Skipping(0.0).double(), batch())
+    with pytest.raises(UnsupportedOp, match="a branch depends on a drawn number") as error:
+        normalised(Skipping(0.1).double(), batch())
+    assert "Skipping (test_normalise.py:" in str(error.value) and "layerdrop" in error.value.fix
+
+
+def test_what_distributions_check_is_not_traced() -> None:
+    normalised(model_of(lambda self, h: torch.distributions.Normal(h, h.exp()).rsample()), batch())
+
+
+def test_orders_of_samples_are_refused() -> None:
+    assert "in the order of randperm" in refused(lambda self, h: h + h[torch.randperm(h.shape[0])])
