@@ -259,6 +259,16 @@ def test_norms_of_inputs_take_any_microbatches() -> None:
     assert run_lockstep(made.layout.mesh, body) == pytest.approx([float(known(**batch))] * 2, rel=TOLERANCE)
 
 
+def test_one_element_per_channel_has_no_variance() -> None:
+    """Raise as torch does, before a running variance is NaN."""
+    model = OfInputs().double()
+    batch = {"x": torch.randn(4, 6, dtype=torch.float64), "label": torch.arange(4) % 3}
+    made = autoptd.parallelize(model, world=1, inputs=batch, batch=4, precision="fp64", fix={"dp": 1, "micro": 4})
+    with pytest.raises(InputsError, match="one element per channel"):
+        made.train_step({n: x[:1] for n, x in batch.items()})
+    assert made.state_dict()["norm.running_var"].isfinite().all()
+
+
 def test_evaluation_of_statistics_by_hand_is_refused() -> None:
     made = parallel("normed_by_hand", planned("normed_by_hand", Mesh(), one(Mesh())), "sgd")
 
