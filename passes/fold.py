@@ -113,7 +113,7 @@ class Folded:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes besides tp that this graph's ops communicate over: of "cp", "ep" and "dp"."""
-        over_dp = self.traced.averaging == "per-microbatch-over-dp" or self.statistics.count > 0
+        over_dp = self.traced.averaging == "per-microbatch-over-dp" or self.statistics.over_dp
         used = {"cp": self.cut is not None, "ep": self.ep > 1, "dp": over_dp}
         return tuple(axis for axis, is_used in used.items() if is_used)
 

@@ -115,7 +115,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
         sums_over_dp="dp" in folded.axes,
-        statistics=folded.statistics.evaluation if folded.statistics.count else "none",
+        statistics=folded.statistics.evaluation if folded.statistics.over_dp else "none",
         sums=folded.updates.width,
         sums_ahead=plan.method.sums == "ahead",
         one_microbatch=bool(folded.loss_form.refused),

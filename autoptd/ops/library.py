@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoptd.errors import InputsError
 from autoptd.ops.attention import SCORES, attention
 from autoptd.ops.context_attention import ring_attention, ulysses_attention
 from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
@@ -167,6 +168,17 @@ def sum_over_dp(x: Tensor) -> Tensor:
 def sum_over_batch(x: Tensor) -> Tensor:
     """Mark a sum over samples that samples read: `dp.batch_sum(x)`, of the whole batch, in an emitted program."""
     return x
+
+
+def more_than_one(count: Tensor) -> Tensor:
+    """Return a count of elements. Raises InputsError, on all ranks, if there is only one, which has no variance."""
+    if not count.is_meta and count.item() < 2:
+        raise InputsError(
+            "a batch norm in training got one element per channel, which has no variance",
+            where="the batch",
+            fix="give the whole batch more than one sample; drop an incomplete last batch",
+        )
+    return count
 
 
 def in_training(x: Tensor, running: Tensor) -> Tensor:

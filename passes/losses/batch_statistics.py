@@ -12,6 +12,7 @@ In evaluation, running statistics stand in for those of the batch (`ops.in_train
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -27,7 +28,9 @@ from autoptd.passes.trace.traced import Traced
 def sum_statistics_over_batch(graph: fx.Graph, traced: Traced) -> None:
     """Sum over the batch what samples read of it. Raises UnsupportedOp for what is no sum over samples."""
     marked = [n for n in graph.nodes if READ_BY_SAMPLES in n.meta]
+    replaced = any(n.target is ops.in_training for n in graph.nodes)
     if not marked:
+        store(traced.graph, BatchStatistics(replaced=replaced))
         return
     wanted = ancestors(marked)
     states: States = {}
@@ -38,7 +41,7 @@ def sum_statistics_over_batch(graph: fx.Graph, traced: Traced) -> None:
                 if states[node] is not Over.ADDED:
                     raise refusal(mixed)
                 states[_summed(graph, node)] = Over.SAME
-    store(traced.graph, _described(marked))
+    store(traced.graph, replace(_described(marked), replaced=replaced))
 
 
 def _state(node: fx.Node, traced: Traced, states: States) -> Over:

@@ -21,12 +21,19 @@ class BatchStatistics:
 
     `evaluation`: what samples read in evaluation: "running" statistics; those of the evaluated "batch", as of norms
     without running ones; or "unknown", as the eval mode of a module that computes them by hand was not traced.
+    `replaced`: running statistics stand in for some there, if only for those that are known from inputs alone.
     """
 
     count: int = 0
     op: str = ""
     where: str = ""
     evaluation: Evaluation = "running"
+    replaced: bool = False
+
+    @property
+    def over_dp(self) -> bool:
+        """Whether the forward pass is another in evaluation, or sums over dp ranks."""
+        return self.count > 0 or self.replaced
 
     def refusal(self) -> UnsupportedOp:
         """Return the error for several microbatches in a step."""

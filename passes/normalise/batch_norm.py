@@ -121,7 +121,7 @@ class _Norm:
         squares = self._sum("squares", self._op(aten.square.default, centred))
         variance = _named("variance", self._op(aten.div.Tensor, squares, count))
         self._update("running_mean", mean)
-        free = self._op(aten.sub.Tensor, count, 1)
+        free = self._op(aten.sub.Tensor, self._op(ops.more_than_one, count), 1)
         self._update("running_var", self._op(aten.div.Tensor, squares, free))
         scale = self._scale(variance)
         found = self._op(aten.mul.Tensor, centred, self._spread(scale))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import InputsError, PlanError, UnsupportedOp
 from autoptd.explain.plan import method
 from autoptd.export.torch_program import torch_program
@@ -86,6 +88,9 @@ def test_the_plan_and_the_program_say_what_is_summed() -> None:
     plan = planned("normed_mlp", mesh, one(mesh, recompute="full"))
     assert plan.statistics == 6 and plan.schedule.microbatches == 1
     assert any("normalised by 6 sums over the batch (batch_norm)" in note for note in plan.notes)
+    latency_s = Cluster.load("dgx-h100").levels[0].latency_s
+    slow = planned("normed_mlp", mesh, replace(one(mesh), bulk=False)).predicted
+    assert slow.time_s["dp_communication"] > 2 * 6 * latency_s
     assert "6 sums over the batch" in method(plan)
     text = "\n".join(parallel("normed_mlp", plan, "sgd").program.files.values())
     line = "keep(dp.batch_sum, total)  # over all samples: all-reduce over dp; backward all-reduce"
@@ -220,6 +225,50 @@ def test_evaluation_without_running_statistics_takes_those_of_the_evaluated_batc
     assert run_lockstep(made.layout.mesh, body) == pytest.approx([float(plain(**batch))] * 2, rel=TOLERANCE)
 
 
+class OfInputs(nn.Module):
+    """A norm of inputs, whose statistics are counts of the batch, known before the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x)), label)
+
+
+def test_norms_of_inputs_take_any_microbatches() -> None:
+    torch.manual_seed(0)
+    model = OfInputs().double()
+    batch = {"x": torch.randn(16, 6, dtype=torch.float64), "label": torch.arange(16) % 3}
+    inputs, options = {n: x[:2] for n, x in batch.items()}, {"lr": 0.1}
+    fix = {"dp": 2, "micro": 2}
+    made = autoptd.parallelize(
+        model, world=2, inputs=inputs, batch=16, precision="fp64", fix=fix, optimizer="sgd", optimizer_options=options
+    )
+    assert made.plan.statistics == 0 and made.plan.schedule.microbatches == 4
+    found = train_in_lockstep(made, [batch] * 2)
+    plain = train_alone(model, [batch] * 2, optimizer="sgd", optimizer_options=options)
+    assert not complaints("normed_mlp", found, plain)
+    values, known = made.initial_values(), copy.deepcopy(model).eval()
+
+    def body(communicators: Communicators) -> float:
+        mine = copy.copy(made)
+        mine.start(communicators, values)
+        return float(mine.eval_step({n: x.tensor_split(2)[communicators.dp.rank] for n, x in batch.items()}))
+
+    assert run_lockstep(made.layout.mesh, body) == pytest.approx([float(known(**batch))] * 2, rel=TOLERANCE)
+
+
+def test_one_element_per_channel_has_no_variance() -> None:
+    """Raise as torch does, before a running variance is NaN."""
+    model = OfInputs().double()
+    batch = {"x": torch.randn(4, 6, dtype=torch.float64), "label": torch.arange(4) % 3}
+    made = autoptd.parallelize(model, world=1, inputs=batch, batch=4, precision="fp64", fix={"dp": 1, "micro": 4})
+    with pytest.raises(InputsError, match="one element per channel"):
+        made.train_step({n: x[:1] for n, x in batch.items()})
+    assert made.state_dict()["norm.running_var"].isfinite().all()
+
+
 def test_evaluation_of_statistics_by_hand_is_refused() -> None:
     made = parallel("normed_by_hand", planned("normed_by_hand", Mesh(), one(Mesh())), "sgd")
 
@@ -248,7 +297,7 @@ def test_verify_finds_gradients_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_statistics_are_in_float32_at_least_and_blocks_compile() -> None:
-    """A model in bf16 learns as it does in float32, up to the precision of its numbers."""
+    """Compare losses in bf16, and of compiled blocks, with those in float32."""
     found = case("normed_residual")
     batch = {n: x.float() if x.is_floating_point() else x for n, x in found.batch.items()}
     losses = []

@@ -36,6 +36,15 @@ def test_the_order_is_fixed() -> None:
     assert str(found[0]) == "dp64 tp1 pp1 micro1 zero0 recompute=auto"
 
 
+def test_samples_that_need_each_other_are_in_one_microbatch() -> None:
+    alone = replace(LIMITS, one_microbatch=True, max_micro=4)
+    found = candidates(alone)
+    assert {c.microbatches for c in found} == {1} and {c.dp * c.micro for c in found} == {512}
+    assert {(c.dp, c.tp, c.pp) for c in found} == {(c.dp, c.tp, c.pp) for c in candidates(LIMITS)}
+    with pytest.raises(PlanError):
+        candidates(alone, {"dp": 8, "micro": 2})
+
+
 def test_a_fix_is_honoured() -> None:
     found = candidates(LIMITS, {"tp": 8, "pp": 4, "micro": 2, "zero": 1, "recompute": "auto"})
     assert found == (Candidate(dp=2, tp=8, pp=4, micro=2, microbatches=128, zero=1, recompute="auto"),)
