@@ -1,19 +1,29 @@
-"""Skip two things that torch.export spends a fifth of its time on and no plan reads (seen in torch 2.13.0):
+"""Keep torch.export from what no plan reads, and from printing and logging (private parts of torch, seen in 2.13.0).
+
+Two things take a fifth of its time and no plan reads them:
 
 - the Python code of graph modules, which each of its passes copies: modules that write it on first use are private to
   torch, in `torch.fx._lazy_graph_module`;
 - the memory format of every tensor, in `meta["tensor_meta"]`, found by comparing symbolic sizes and strides.
+
+On an error it prints the partial graph, thousands of lines for a large model, and logs the kind of failure; autoptd's
+own error names the cause and the user's line. It also warns of what torch itself does.
 
 No other file of autoptd uses these parts of torch.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from torch.export import _trace
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+_SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"  # warns that it does not know the user's line
 
 
 @contextmanager
@@ -22,3 +32,22 @@ def lean_export() -> Iterator[None]:
     describe = "torch.fx.experimental.proxy_tensor._extract_tensor_metadata"
     with _use_lazy_graph_module(True), patch(describe, lambda tensor: None):
         yield
+
+
+@contextmanager
+def silent_export() -> Iterator[None]:
+    """Suppress what `torch.export._trace` prints and logs about a failure, and a
+    warning of its copies."""
+    logs: list[logging.Logger] = [_trace.log, logging.getLogger(_SYMBOLIC_SHAPES)]
+    were_off = [log.disabled for log in logs]
+    vars(_trace)["print"] = lambda *args, **kwargs: None  # shadows the builtin
+    for log in logs:
+        log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            yield
+    finally:
+        for log, was_off in zip(logs, were_off, strict=True):
+            log.disabled = was_off
+        vars(_trace).pop("print", None)
