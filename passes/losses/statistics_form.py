@@ -32,7 +32,7 @@ class BatchStatistics:
 
     @property
     def over_dp(self) -> bool:
-        """True if the forward pass is another in evaluation, or sums over dp ranks."""
+        """Return whether the forward pass is another in evaluation, or sums over dp ranks."""
         return self.count > 0 or self.replaced
 
     def refusal(self) -> UnsupportedOp:
