@@ -24,7 +24,6 @@ from autoptd.passes.losses.loss_spellings import write_sums_over_samples
 from autoptd.passes.losses.reduce_loss import check_loss, rewrite_loss
 from autoptd.passes.losses.whole_batch import mark_whole_batch
 from autoptd.passes.normalise.annotate import annotate
-from autoptd.passes.normalise.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.normalise.canonicalize import (
     merge_reshapes,
     write_addmm_as_linear,
@@ -42,18 +41,19 @@ from autoptd.passes.normalise.canonicalize import (
     write_views_as_reshape,
 )
 from autoptd.passes.normalise.drop import drop_asserts, drop_identities, share_repeated
-from autoptd.passes.normalise.einsums import write_einsums_as_products
 from autoptd.passes.normalise.float_types import refuse_mixed_types, write_frozen_batch_norm_in_one_type
 from autoptd.passes.normalise.functionalize import remove_mutation
 from autoptd.passes.normalise.inline_regions import inline_regions as _inline
 from autoptd.passes.normalise.masks import name_causal_masks
-from autoptd.passes.normalise.part_projections import cut_projections
-from autoptd.passes.normalise.placed_rows import write_placed_rows
 from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse, refuse_sparse_tensors
 from autoptd.passes.normalise.scalar_types import settle_scalar_types
 from autoptd.passes.normalise.sizes import fold_sizes
 from autoptd.passes.random.draws import forget_likes, write_random_as_draws
 from autoptd.passes.random.drop_path import write_drop_path_as_mask
+from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
+from autoptd.passes.rewrites.einsums import write_einsums_as_products
+from autoptd.passes.rewrites.part_projections import cut_projections
+from autoptd.passes.rewrites.placed_rows import write_placed_rows
 from autoptd.passes.trace.traced import Traced
 
 Pass = Callable[[fx.Graph, Traced], None]
