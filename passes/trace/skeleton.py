@@ -2,7 +2,7 @@
 
 Norms of torch whose forward reads numbers at run time are prepared to be traced:
 
-    momentum=None     divides by the number of steps: NaN in its place, which `normalise/batch_norm.py` knows
+    momentum=None     divides by the number of steps: NaN in its place, which `rewrites/batch_norm.py` knows
     SyncBatchNorm     takes statistics over the ranks of a process group: traced as BatchNorm, whose statistics are
                       those of the whole batch under every plan
 """
