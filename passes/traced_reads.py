@@ -42,6 +42,8 @@ class TracedReads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # torch.cond calls dynamo, which would trace this mode too
+            return func(*args, **kwargs)
         if func == _DATA:
             return args[0].detach()
         if func in _NUMBERS and args[0] in self.recipes and (read := self._computed(func, args)) is not None:
