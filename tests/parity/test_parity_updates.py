@@ -22,8 +22,9 @@ from autoptd.runtime.batch_counts import BatchSums
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.trainer import Trainer
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from autoptd.verification.verdict import verify_plan
-from tests.parity.parity_check import Variant, batches, case, check, parallel, planned
+from tests.parity.parity_check import TOLERANCE, Variant, batches, case, check, parallel, planned
 from tests.parity.parity_models import WIDTH
 
 BULK = Variant(bulk=True, micro=2)
@@ -274,10 +275,21 @@ REFUSED = {
     last_sample: "select|forward updates the buffer seen",
     with_gradient: "forward updates the buffer seen with a tensor that requires a gradient",
     drawn: "draws random numbers",
-    of_data: r"x\.data|Constant|constant",
     aliased: "forward assigns a tensor that is also seen to the buffer other",
     of_another_type: r"assigns a tensor of torch\.float32 \[32\] to the buffer seen, of torch\.float64",
 }
+
+
+def test_a_write_to_the_data_of_a_buffer_is_a_write_to_it() -> None:
+    model, batch = Body(of_data).double(), {"x": torch.randn(8, 8, WIDTH).double()}
+    parallel = autoptd.parallelize(
+        model, world=4, cluster="dgx-h100", batch=8, inputs={n: x[:2] for n, x in batch.items()}, precision="fp64",
+        optimizer="sgd", optimizer_options={"lr": 0.05}, fix={"dp": 2, "tp": 2, "micro": 2},
+    )  # fmt: skip
+    found = train_in_lockstep(parallel, [batch, batch])
+    alone = train_alone(model, [batch, batch], optimizer="sgd", optimizer_options={"lr": 0.05})
+    assert float(alone.state["seen"].abs().max()) > 1
+    assert max(differences(found.state, alone.state).values()) <= TOLERANCE
 
 
 @pytest.mark.fault("a bias read too late")
