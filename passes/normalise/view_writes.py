@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.graph import output_of
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.graph import output_of, source_line
 from autoptd.passes.normalise.functionalize import functional_form, keep_dtype, written_state
 
 aten = torch.ops.aten
@@ -62,6 +63,44 @@ def write_views_functionally(graph: fx.Graph, buffers: Collection[str] = ()) -> 
         for group in groups:
             group.rewrite()
         output_of(graph).kwargs = {group.root.name: group.now[group.root] for group in groups if group.is_buffer}
+
+
+def copy_detached(graph: fx.Graph) -> None:
+    """Copy detached tensors that are written to, as in `y = x.detach(); y += p`, where y has the gradient of p.
+
+    torch's functional form of such a write has no gradient. Raises UnsupportedOp where x is read after the write and a
+    gradient is involved: x would have the new numbers and its old gradient.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in [n for n in graph.nodes if n.target is aten.detach.default and _root(n).op == "call_function"]:
+        mine = {node, *_sharing(node)}
+        writes = [n for n in mine if _is_write(n)]
+        others = {_root(node), *_sharing(_root(node))} - mine
+        if not writes or any(_is_write(n) and order[n] > order[node] for n in others):
+            continue
+        first = min(order[n] for n in writes)
+        if not any(order[user] > first for n in others for user in n.users if user not in mine):
+            with graph.inserting_after(node):
+                copy = graph.call_function(aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)  # type: ignore[misc]
+        elif not _with_gradient(graph).isdisjoint((*others, *(n for w in writes for n in w.all_input_nodes))):
+            raise UnsupportedOp(
+                "forward writes to a detached tensor whose original is read afterwards",
+                where=source_line(min(writes, key=order.__getitem__)),
+                fix="compute a new tensor instead: y = x.detach() + …",
+            )
+
+
+def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that a parameter reaches other than through a detached tensor."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        given = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad
+        if given or (node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
 def refuse_writes_to_state(graph: fx.Graph, changed: Mapping[str, str]) -> None:

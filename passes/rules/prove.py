@@ -76,6 +76,9 @@ def prove(
     rng = torch.Generator().manual_seed(seed)
     upstream = _incoming(call.outputs, rng, magnitude)
     values, gradients = _differentiate(example.target, example.args, example.kwargs, upstream)
+    for i, (value, placement) in enumerate(zip(values, strategy.gives, strict=True)):
+        if not _divides(value, placement, ranks):
+            return Counterexample(str(strategy), f"output {i}, of {tuple(value.shape)} in {ranks} parts,")
     held = [_lay_out(x, p, ranks, rng) for x, p in zip(example.operands, strategy.needs, strict=True)]
     pulled = [_lay_out(g, _conjugate(p), ranks, rng) for g, p in zip(upstream, strategy.gives, strict=True)]
 
@@ -152,6 +155,10 @@ def _conjugate(placement: Placement) -> Placement:
             return PartialSum() if partial_grad else Broadcast()
         case OwnRows():
             raise AssertionError("no row of the table gives it")
+
+
+def _divides(x: Tensor, placement: Placement, ranks: int) -> bool:
+    return not isinstance(placement, Split) or x.shape[placement.dim] % (placement.groups * ranks) == 0
 
 
 def _lay_out(x: Tensor, placement: Placement, ranks: int, rng: torch.Generator) -> list[Tensor]:

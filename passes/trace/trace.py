@@ -25,7 +25,12 @@ from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
-from autoptd.passes.normalise.view_writes import refuse_writes_to_state, write_views_functionally, writes_through_view
+from autoptd.passes.normalise.view_writes import (
+    copy_detached,
+    refuse_writes_to_state,
+    write_views_functionally,
+    writes_through_view,
+)
 from autoptd.passes.random.tracing import random_code
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
@@ -72,6 +77,7 @@ def trace(
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
+        copy_detached(program.graph)
         if not _has_transforms(program.graph):
             write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
         if repeats and _to_decompose(program.graph):

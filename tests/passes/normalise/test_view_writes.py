@@ -152,3 +152,47 @@ def test_state_written_through_a_view_is_refused(view: Callable[[Tensor], Tensor
     with pytest.raises(UnsupportedOp, match=f"mul_.* writes to {name}") as error:
         normalised(Writing(lambda self, h: h).double(), batch())
     assert "test_view_writes.py" in str(error.value)
+
+
+def added_to_detached(self: nn.Module, h: Tensor) -> Tensor:
+    y = (2 * h).detach()
+    y += self.second(h)
+    return y
+
+
+def put_into_detached(self: nn.Module, h: Tensor) -> Tensor:
+    y = (2 * h).detach()
+    y[:, 0] = self.second(h)[:, 0]
+    return y
+
+
+def data_of_constants(self: nn.Module, h: Tensor) -> Tensor:
+    y = torch.ones_like(h)
+    y.data.mul_(3.0)
+    return y * h
+
+
+@pytest.mark.fault("a write's gradient lost")
+@pytest.mark.parametrize("body", [added_to_detached, put_into_detached, data_of_constants])
+def test_what_is_written_to_a_detached_tensor_has_its_gradient(body: Body) -> None:
+    assert_unchanged(model_of(body).double(), batch())
+
+
+def original_read(self: nn.Module, h: Tensor) -> Tensor:
+    x = 2 * h
+    y = x.detach()
+    y += self.second(h)
+    return x + y
+
+
+def data_clamped(self: nn.Module, h: Tensor) -> Tensor:
+    x = 2 * h
+    x.data.clamp_(-0.5, 0.5)
+    return x
+
+
+@pytest.mark.parametrize("body", [original_read, data_clamped])
+def test_a_tensor_whose_detached_values_were_written_is_not_read(body: Body) -> None:
+    with pytest.raises(UnsupportedOp, match="detached tensor whose original is read") as caught:
+        normalised(model_of(body).double(), batch())
+    assert "test_view_writes.py" in caught.value.where

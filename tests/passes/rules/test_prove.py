@@ -34,6 +34,11 @@ def attention(q: int = 4, k: int = 4) -> Example:
 
 
 WRONG: dict[str, tuple[Example, str, str]] = {
+    "a result that ranks do not divide": (
+        Example(aten.upsample_linear1d.vec, (real(2, 4, 14), [27], False, None)),
+        "S2 -> S2",
+        "output 0",
+    ),
     "softmax split along its dim": (Example(aten.softmax.int, (real(4, 8), -1)), "S1 -> S1", "output 0"),
     "bias added by every rank": (
         Example(aten.linear.default, (real(4, 8), real(6, 8), real(6))),
