@@ -148,7 +148,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "masks of local samples": "samples are counted within the microbatch or the data-parallel rank",
     },
     "backward passes of one's own": {
-        "a write's gradient lost": "what is written to a detached tensor has no gradient, as in torch's functional form",
+        "a write's gradient lost": "what is written to a detached tensor has no gradient, as in torch's own form",
         "only the forward traced": "the backward of a user's Function or hook is replaced by that of its forward",
         "hooks in another order": "two hooks on one tensor are applied in reverse order",
         "gradients of samples mixed": "a backward pass that mixes samples sees one microbatch of them (it is refused)",

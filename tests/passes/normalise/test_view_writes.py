@@ -167,7 +167,7 @@ def put_into_detached(self: nn.Module, h: Tensor) -> Tensor:
 
 
 def data_of_constants(self: nn.Module, h: Tensor) -> Tensor:
-    y = torch.ones_like(h)
+    y = torch.ones(WIDTH, dtype=h.dtype)
     y.data.mul_(3.0)
     return y * h
 
@@ -195,4 +195,4 @@ def data_clamped(self: nn.Module, h: Tensor) -> Tensor:
 def test_a_tensor_whose_detached_values_were_written_is_not_read(body: Body) -> None:
     with pytest.raises(UnsupportedOp, match="detached tensor whose original is read") as caught:
         normalised(model_of(body).double(), batch())
-    assert "test_view_writes.py" in caught.value.where
+    assert caught.value.where and caught.value.fix
