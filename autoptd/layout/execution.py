@@ -29,7 +29,7 @@ class ExecutionOptions:
                    "merged", slices in which a token that several experts of a rank, or node, take is sent there once
     fp8            recipe of products with weights in fp8: "" (none), "mxfp8", "tensor" or "block" (size of the scaled
                    parts: 32 elements, the whole tensor, 128 elements)
-    permutation    kernels that order rows for experts and restore their order: see search/sharding/permutation.py; "":
+    permutation    kernels that order rows for experts and restore their order: see search/permutation.py; "":
                    as the graph says, or fused if `kernels` are
     routing        of tokens to experts: "balanced", or "natural", which leaves the fullest rank more rows
     sums           computation of the sums that a loss is a function of: see `search.pipeline.evaluate.sums_of`

@@ -151,7 +151,7 @@ def _dispatch(row: Row) -> str:
 
 
 def _permutation(row: Row) -> str:
-    """Return the kernels that permute rows of experts (`search/sharding/permutation.py`); "" if the graph says.
+    """Return the kernels that permute rows of experts (`search/permutation.py`); "" if the graph says.
 
     HybridEP, and the layers of MegaScale-MoE and DeepSeek, have fused ones. Megatron-Core adds rows up by index unless
     given --moe-permute-fusion, which exists since February 2025. Recipes of Megatron-Bridge and the ModelZoo give it,

@@ -18,11 +18,11 @@ from autoptd.passes.analysis.flops import GROUPED
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, local_shape, of_own_tokens
 from autoptd.passes.trace.traced import BATCH
+from autoptd.search.permutation import adds_up, gradient_adds, is_adding, of_own_rows, permuting
 from autoptd.search.sharding.attention_cost import Shape, attention_works
 from autoptd.search.sharding.expert_work import LAUNCHES
 from autoptd.search.sharding.fp8 import conversion as converted
 from autoptd.search.sharding.op_table import OpFacts, Workbook
-from autoptd.search.sharding.permutation import adds_up, gradient_adds, is_adding, of_own_rows, permuting
 
 Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
 

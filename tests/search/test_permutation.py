@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoptd.cost_models.op_time import OpWork
-from autoptd.search.sharding.permutation import adds_up, gradient_adds, is_adding, of_own_rows, permuting
+from autoptd.search.permutation import adds_up, gradient_adds, is_adding, of_own_rows, permuting
 
 aten = torch.ops.aten
 LOOKUP = (OpWork("memory", 0.0, 30.0, "bf16"),)
