@@ -104,6 +104,7 @@ class Device(_ClusterPart):
     attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # other implementations, by name
     memory_sustained: Sustained = Sustained()
     rows_sustained: Sustained | None = None  # by kernels that need whole rows (softmax, norms); None: as by others
+    additions_per_s: Rate | None = None  # of elements that are added up by index; None: as fast as they are read
 
     @model_validator(mode="after")
     def _has_usable_memory(self) -> Device:

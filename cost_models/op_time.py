@@ -10,6 +10,9 @@ as `k_overhead` steps. If tiles are few and K is long, K is cut too (split-K), a
 
 The time of its bytes is a lower bound. The fastest (tile, splits) is taken, as a tuned library does. Fused attention
 (Dao 2023, FlashAttention-2) computes blocks of 128 queries; under a causal mask it skips blocks above the diagonal.
+Elements that are added up by index (`index_add`, `scatter_add`, the gradient of indexing) take an atomic operation
+each, whatever their size: a kernel takes added / `additions_per_s` at least (`memory_kernel_s`).
+
 Every kernel takes `launch_s` in addition. All functions are pure functions of numbers.
 """
 
@@ -46,7 +49,9 @@ class OpWork:
     `k`; flops count the whole square even if `causal`. `part`: the op of the graph of which this is one of many
     kernels; the host dispatches the op once, and each kernel takes `launch_s`. `groups`: "m" or "k" if the product is
     grouped: the extent that counts the rows of each of its `batch` matrices. `place`: "experts" for ops on rows
-    of experts, "behind" for those that restore the order of rows behind experts, or add up those of a token.
+    of experts, "ahead" for those that order rows for experts, "behind" for those that restore the order of rows behind
+    experts, or add up those of a token. `added`: elements that are added up by index, and `counted` the bytes
+    that they move if another kernel's `nbytes` has them: their additions then take what is left of their time.
     """
 
     kind: str
@@ -64,6 +69,8 @@ class OpWork:
     part: str = ""
     groups: str = ""
     place: str = ""
+    added: float = 0.0
+    counted: float = 0.0
 
     @property
     def attends(self) -> bool:
@@ -128,24 +135,31 @@ def memory_s(device: Device, nbytes: float) -> float:
     return nbytes / (device.memory_bytes_per_s * device.memory_sustained.fraction)
 
 
+def memory_kernel_s(device: Device, work: OpWork) -> float:
+    """Return the seconds of a memory-bound kernel, without launch: of its arithmetic, its bytes or its additions."""
+    added_s = work.added / device.additions_per_s if device.additions_per_s else 0.0
+    added_s = max(0.0, added_s - memory_s(device, work.counted))
+    if work.kind == "rows":
+        sustained = device.rows_sustained or device.memory_sustained
+        return max(work.nbytes / (device.memory_bytes_per_s * sustained.fraction), added_s)
+    # elementwise arithmetic on half-precision operands runs in fp32
+    rate = device.matmul_flops_per_s.of("fp64" if work.dtype == "fp64" else "fp32")
+    return max(work.flops / rate, memory_s(device, work.nbytes), added_s)
+
+
 def op_s(device: Device, work: OpWork) -> float:
     """Return the seconds of one op, with launch. Raises ValueError for an unknown kind or precision."""
     if work.flops < 0 or work.nbytes < 0:
         raise ValueError(f"flops and bytes of an op cannot be negative: {work}")
-    if work.flops == 0 and work.nbytes == 0:
+    if work.flops == 0 and work.nbytes == 0 and work.added == 0:
         return 0.0
     match work.kind:
         case "matmul":
             busy_s = matmul_s(device, work)
         case "attention":
             busy_s = attention_s(device, work)
-        case "memory":
-            # elementwise arithmetic on half-precision operands runs in fp32
-            rate = device.matmul_flops_per_s.of("fp64" if work.dtype == "fp64" else "fp32")
-            busy_s = max(work.flops / rate, memory_s(device, work.nbytes))
-        case "rows":
-            sustained = device.rows_sustained or device.memory_sustained
-            busy_s = work.nbytes / (device.memory_bytes_per_s * sustained.fraction)
+        case "memory" | "rows":
+            busy_s = memory_kernel_s(device, work)
         case _:
             raise ValueError(f"unknown kind of op {work.kind!r}; known: {', '.join(KINDS)}")
     return busy_s + (1 if work.groups else work.launches) * device.launch_s  # grouped ones run on several streams

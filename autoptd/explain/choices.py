@@ -54,6 +54,7 @@ def choices(plan: PlanData) -> dict[str, str]:
         "context": options.context,
         "dispatch": options.dispatch,
         "fp8": options.fp8 or "none",
+        "permutation": options.permutation or "by kernels",
         "routing": options.routing,
     }
 

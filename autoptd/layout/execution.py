@@ -29,6 +29,8 @@ class ExecutionOptions:
                    "merged", slices in which a token that several experts of a rank, or node, take is sent there once
     fp8            recipe of products with weights in fp8: "" (none), "mxfp8", "tensor" or "block" (size of the scaled
                    parts: 32 elements, the whole tensor, 128 elements)
+    permutation    kernels that order rows for experts and restore their order: see search/permutation.py; "":
+                   as the graph says, or fused if `kernels` are
     routing        of tokens to experts: "balanced", or "natural", which leaves the fullest rank more rows
     sums           computation of the sums that a loss is a function of: see `search.pipeline.evaluate.sums_of`
     """
@@ -49,5 +51,6 @@ class ExecutionOptions:
     context: Literal["ring", "ulysses"] = "ring"
     dispatch: Literal["rows", "slices", "merged"] = "rows"
     fp8: Literal["", "mxfp8", "tensor", "block"] = ""
+    permutation: Literal["", "fused", "added", "weighted", "twice"] = ""
     routing: Literal["balanced", "natural"] = "balanced"
     sums: Literal["none", "held", "ahead"] = "none"

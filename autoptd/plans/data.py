@@ -257,6 +257,8 @@ class PlanData(Part):
             f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": asked.dispatch
             != default.dispatch,
             f"products in fp8 ({asked.fp8})": asked.fp8 != default.fp8,
+            f"rows of experts permuted by other kernels ({asked.permutation})": asked.permutation
+            != default.permutation,
             "gradients in both types": asked.gradients == "both" and narrow,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)

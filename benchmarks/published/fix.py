@@ -64,6 +64,8 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["routing"] = _routing(row)
     if "ulysses" in row.cp_kind.lower():
         fix["context"] = "ulysses"
+    if shape.experts and (how := _permutation(row)):
+        fix["permutation"] = how
     if row.precision == "fp8":
         fix["fp8"] = _recipe(row)
     if attention := _attention(row):
@@ -146,6 +148,31 @@ def _dispatch(row: Row) -> str:
     if any(word in named for word in ("hybridep", "deepep", "custom")):
         return "merged"
     return "slices" if row.is_megatron and row.tp > 1 else "rows"
+
+
+def _permutation(row: Row) -> str:
+    """Return the kernels that permute rows of experts (`search/permutation.py`); "" if the graph says.
+
+    HybridEP, and the layers of MegaScale-MoE and DeepSeek, have fused ones. Megatron-Core adds rows up by index unless
+    given --moe-permute-fusion, which exists since February 2025. Recipes of Megatron-Bridge and the ModelZoo give it,
+    and XTuner's benchmark of Pai-Megatron-Patch (docs/en/benchmark/megatron_moe_benchmark.md); NeMo's of DeepSeek,
+    Qwen3 and Llama 4 do (nemo/collections/llm, scripts/performance), of others not.
+    """
+    words, named = row.notes.lower(), row.moe_dispatcher.lower()
+    if "permute fusion off" in words:
+        return "added"
+    if "permute fusion" in words or any(word in named for word in ("hybridep", "custom")):
+        return "fused"
+    if not row.is_megatron:
+        return "fused" if any(name in row.framework for name in ("MegaScale-MoE", "HAI-LLM")) else ""
+    if "NeMo" in row.framework:
+        fused = any(name in row.model_name for name in ("DeepSeek", "Qwen3", "Llama4"))
+        return "fused" if fused else "weighted"
+    if any(name in row.framework for name in ("Megatron-Bridge", "Pai-Megatron")) or row.framework == "Megatron-Core":
+        return "fused"
+    if "f1f03922" in row.framework and not named:  # the default of its --moe-token-dispatcher-type is all-gather
+        return "twice"
+    return "weighted" if re.search(r"v0\.([0-9]|1[01])\b|f1f03922", row.framework) else "added"
 
 
 def _routing(row: Row) -> str:

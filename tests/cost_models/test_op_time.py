@@ -42,6 +42,20 @@ def test_by_hand():
 TILED = DEVICE.model_copy(update={"multiprocessors": 100, "k_overhead": 32.0})
 
 
+def test_additions_by_hand():
+    """65,536 rows of 4,096 in 2.304 ms are 117e9 a second, the rate of Hopper; bytes count if they take longer."""
+    assert pytest.approx(Cluster.load("dgx-h100").device.additions_per_s, rel=0.01) == 65_536 * 4_096 / 2.304e-3
+    assert pytest.approx(Cluster.load("dgx-b200").device.additions_per_s, rel=0.01) == 196_608 * 2_048 / 1.848e-3
+    device = DEVICE.model_copy(update={"additions_per_s": 100e9})
+    work = OpWork("memory", 0.0, 1.6e9, "bf16", added=0.4e9)
+    assert op_s(device, work) == pytest.approx(4e-3 + 1e-6)
+    assert op_s(device, replace(work, added=0.05e9)) == pytest.approx(1e-3 + 1e-6)
+    assert op_s(device, replace(work, kind="rows")) == pytest.approx(4e-3 + 1e-6), "part of a kernel with a sum"
+    rest = replace(work, nbytes=0.0, counted=1.6e9, launches=0)
+    assert op_s(device, rest) == pytest.approx(3e-3) and op_s(device, replace(rest, added=1e6)) == 0.0
+    assert op_s(DEVICE, work) == pytest.approx(1e-3 + 1e-6), "no rate is known"
+
+
 def test_tiles_and_waves_by_hand():
     # 25 x 4 tiles of 256 x 128: one wave; 2 * 256 * 128 * (4096 + 32) flops of a tile at 2 Tflop/s
     wave_s = 2 * 256 * 128 * 4128 / 2e12

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-ASSUMABLE = ("attention", "dispatch", "fp8", "gradients", "kernels", "overlap")
+ASSUMABLE = ("attention", "dispatch", "fp8", "gradients", "kernels", "overlap", "permutation")
 _RUN = {"dp", "p2p"}, {"p2p"}  # sets of communication that the runtime can overlap with compute
 
 
 def only_predicted(name: str, value: object) -> bool:
     """Return whether no program can run this value, so that only `assume` takes it."""
     match name:
-        case "attention" | "fp8":
+        case "attention" | "fp8" | "permutation":
             return True
         case "dispatch":
             return value in ("slices", "merged")

@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "kernels": KERNELS,
     "loss": ("auto", "kept", "in_place"),
     "memory": ("check", "ignore"),
+    "permutation": ("fused", "added", "weighted", "twice"),
     "recompute": ("auto", "none", "selective", "ops", "full"),
     "routing": ("balanced", "natural"),
     "schedule": tuple(SCHEDULES),
@@ -41,7 +42,13 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
 STREAMS = ("dp", "ep", "p2p", "tp")
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # numbers of chunks per pipeline rank that are tried
 NAMED = ("cuts", "splits", "whole")  # constraints that name modules or parameters
-KNOWN = (*sorted({*_COUNTS, *ALLOWED} - {"attention", "fp8"}), "headroom", "overlap", "sequence_parallel", *NAMED)
+KNOWN = (
+    *sorted({*_COUNTS, *ALLOWED} - {"attention", "fp8", "permutation"}),
+    "headroom",
+    "overlap",
+    "sequence_parallel",
+    *NAMED,
+)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class ShardingQuery:
     kernels: str = "eager"
     attention: str = ""
     fp8: str = ""
+    permutation: str = ""
     context: str = "ring"  # used if cp is more than 1
     pins: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()  # parameters that tp does not split
@@ -71,7 +72,7 @@ class ShardingCache:
     def __init__(self, folded: Folded) -> None:
         self.folded = folded
         self.facts = GraphFacts(folded)
-        self._workbooks: dict[tuple[str, str, str], Workbook] = {}
+        self._workbooks: dict[tuple[str, ...], Workbook] = {}
         self._legal: dict[tuple[int, Values, bool, ExpertsOnTp], Legal] = {}
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
@@ -84,10 +85,11 @@ class ShardingCache:
         assert facts.ops is not None and facts.offers is not None and facts.weights is not None
         return self
 
-    def workbook(self, kernels: str, attention: str, fp8: str = "") -> Workbook:
-        if (kernels, attention, fp8) not in self._workbooks:
-            self._workbooks[kernels, attention, fp8] = Workbook(self.folded, kernels, attention, self.facts, fp8)
-        return self._workbooks[kernels, attention, fp8]
+    def workbook(self, kernels: str, attention: str, fp8: str = "", permutation: str = "") -> Workbook:
+        key = kernels, attention, fp8, permutation
+        if key not in self._workbooks:
+            self._workbooks[key] = Workbook(self.folded, kernels, attention, self.facts, fp8, permutation)
+        return self._workbooks[key]
 
     def legal(self, tp: int, values: Values, sequence_parallel: bool, experts: ExpertsOnTp = "any") -> Legal:
         """Return the legal strategies of every op."""
@@ -110,7 +112,7 @@ class ShardingCache:
             q.cluster,
             q.tp,
             {BATCH: q.micro, **dict(q.values)},
-            workbook=self.workbook(q.kernels, q.attention, q.fp8),
+            workbook=self.workbook(q.kernels, q.attention, q.fp8, q.permutation),
             cp=q.cp,
             microbatches=q.microbatches,
             static_bytes=q.static_bytes,

@@ -18,6 +18,7 @@ from autoptd.passes.analysis.flops import GROUPED
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, local_shape, of_own_tokens
 from autoptd.passes.trace.traced import BATCH
+from autoptd.search.permutation import adds_up, gradient_adds, is_adding, of_own_rows, permuting
 from autoptd.search.sharding.attention_cost import Shape, attention_works
 from autoptd.search.sharding.expert_work import LAUNCHES
 from autoptd.search.sharding.fp8 import conversion as converted
@@ -82,11 +83,25 @@ class Prices:
         key = node, str(strategy)
         if key not in self._kernels:
             op = self.workbook.ops[node]
+            place = self.workbook.facts.places.get(node)
             found = tuple(self._forward(op, strategy)), tuple(self._backward(op, strategy))
-            if place := self.workbook.facts.places.get(node):
+            if place and op.is_lookup and adds_up(self.workbook.permutation):
+                found = self._permuting(op, place, found)
+            if place:
                 found = tuple(tuple(replace(w, place=place) for w in works) for works in found)  # type: ignore[assignment]
             self._kernels[key] = found
         return self._kernels[key]
+
+    def _permuting(self, op: OpFacts, place: str, found: Kernels) -> Kernels:
+        """Return the kernels of a lookup of rows of experts, under the workbook's permutation."""
+        how, rows = self.workbook.permutation, op.call.outputs[0]
+        nbytes = self.nbytes(rows) / (self.ranks if of_own_rows(how) else 1)
+        sizes = how, place, nbytes, nbytes / rows.dtype.itemsize
+        return tuple(permuting(found[0], *sizes)), tuple(permuting(found[1], *sizes, backward=True))
+
+    def _added(self, nbytes: int, tensor: TensorInfo) -> float:
+        """Return the elements of a tensor that an op adds up by index, if the graph decides how."""
+        return 0.0 if self.workbook.permutation else nbytes / tensor.dtype.itemsize
 
     def _forward(self, op: OpFacts, strategy: Strategy) -> Iterator[OpWork]:
         if op.work.kind == "view":
@@ -102,7 +117,9 @@ class Prices:
             nbytes += sum(extra)
         if op.work.kind == "memory":
             if nbytes:
-                yield OpWork("rows" if moves.rows else "memory", 0, nbytes, op.dtype, launches=moves.launches)
+                kind = "rows" if moves.rows else "memory"
+                added = self._added(operands[-1], op.call.operands[-1]) if is_adding(op.call) else 0.0
+                yield OpWork(kind, 0, nbytes, op.dtype, launches=moves.launches, added=added)
             return
         if op.work.kind == "attention":
             yield from self._attention(op, strategy, nbytes)
@@ -175,8 +192,10 @@ class Prices:
             if op.work.kind == "attention":
                 yield from self._attention(op, strategy, nbytes, backward=True)
             elif nbytes:
-                kind = "rows" if moves.rows else "memory"
-                yield OpWork(kind, 0, nbytes, op.dtype, backward=True, launches=moves.backward_launches)
+                kind, launches = "rows" if moves.rows else "memory", moves.backward_launches
+                adds = op.is_lookup and gradient_adds(op.call)
+                added = self._added(outputs[0], op.call.outputs[0]) if adds else 0.0
+                yield OpWork(kind, 0, nbytes, op.dtype, backward=True, launches=launches, added=added)
         for i, times in moves.sums.items():
             yield OpWork("memory", 0, 3 * operands[i] * times, op.dtype, backward=True, launches=times)
 

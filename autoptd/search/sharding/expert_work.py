@@ -7,6 +7,7 @@ each: fewer weights are read, and tiles of products are fuller. The fullest rank
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from autoptd.cost_models.op_time import OpWork
 from autoptd.errors import PlanError
 from autoptd.passes.analysis.flops import LOOKUPS
 from autoptd.passes.analysis.flops import work as work_of
+from autoptd.passes.analysis.fusion import base
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import op_call
 from autoptd.passes.sharding.expert_regions import expert_regions
@@ -74,9 +76,17 @@ def places(folded: Folded) -> dict[fx.Node, str]:
             regions = expert_regions(segment)
         except PlanError:  # weights of experts that cannot be spread
             continue
+        found |= dict.fromkeys(_ahead(n for region in regions for n in region.reads), "ahead")
         found |= dict.fromkeys((n for region in regions for n in region.ops), "experts")
         found |= dict.fromkeys(_behind(segment, {n for r in regions for n in leaving(r, segment)}), "behind")
     return found
+
+
+def _ahead(reads: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the lookups that order the rows which experts read."""
+    for node in map(base, reads):
+        if node.op == "call_function" and node.target in LOOKUPS and node.meta["info"].ndim > 1:
+            yield node
 
 
 def _behind(segment: Segment, rows: set[fx.Node]) -> set[fx.Node]:

@@ -166,8 +166,8 @@ class GraphFacts:
 
 
 class Workbook:
-    """The ops of every kind of segment under one choice of kernels ("eager", "fused", "compiled"), of attention, and of
-    a recipe of products in fp8."""
+    """The ops of every kind of segment under one choice of kernels ("eager", "fused", "compiled"), of attention, of a
+    recipe of products in fp8, and of kernels that permute rows of experts."""
 
     def __init__(
         self,
@@ -176,8 +176,10 @@ class Workbook:
         attention: str = "",
         facts: GraphFacts | None = None,
         fp8: str = "",
+        permutation: str = "",
     ) -> None:
         self.folded, self.kernels, self.attention, self.fp8 = folded, kernels, attention, fp8
+        self.permutation = permutation or ("fused" if kernels == "fused" else "")
         self.facts = facts or GraphFacts(folded)
         self.ops: dict[fx.Node, OpFacts] = {}
         self._flows: dict[Hashable, Flow] = {}

@@ -119,6 +119,7 @@ class Splitter:
             kernels=self._method.kernels,
             attention=self._method.attention,
             fp8=self._method.fp8,
+            permutation=self._method.permutation,
             context=self._method.context if c.cp > 1 else "ring",
             pins=tuple(task.constraints.splits.items()),
             experts=self._experts(c),

@@ -54,7 +54,7 @@ def test_places_and_products_of_a_graph() -> None:
     by_place = {
         place: {n.name.rstrip("_0123456789") for n, p in found.items() if p == place} for place in found.values()
     }
-    assert by_place["behind"] == {"index", "sum"}
+    assert by_place["behind"] == {"index", "sum"} and by_place["ahead"] == {"index"}
     assert {"_grouped_mm", "silu", "mul"} <= by_place["experts"] and "linear" not in by_place["experts"]
     products = fp8_products(folded)
     outputs = {tuple(n.meta["info"].shape)[-1] for n in products}
@@ -64,7 +64,12 @@ def test_places_and_products_of_a_graph() -> None:
 
 @pytest.mark.parametrize(
     ("assume", "word"),
-    [({"dispatch": "merged"}, "merged"), ({"fp8": "mxfp8"}, "fp8"), ({"overlap": ["p2p", "ep"]}, "overlap of ep, p2p")],
+    [
+        ({"dispatch": "merged"}, "merged"),
+        ({"fp8": "mxfp8"}, "fp8"),
+        ({"overlap": ["p2p", "ep"]}, "overlap of ep, p2p"),
+        ({"permutation": "twice"}, "permuted by other kernels (twice)"),
+    ],
 )
 def test_choices_that_are_predictions_only(assume: dict, word: str) -> None:
     usual, found = planned(), planned(assume)
