@@ -6,8 +6,9 @@ tp splits a dim into equal slices, so nothing behind such a cut would be split. 
 split by its own heads, and those that all heads share stay whole. The cut moves up through ops that compute every
 position of its dim by itself, as their rules say: casts, activations, transposes, depthwise convolutions.
 
-Only projections that widen are cut: a narrow one, such as DeepSeek's to its latents, feeds all heads alike. Parts that
-were joined by a `cat` are those that were joined.
+A projection is cut only if a part of it becomes heads, by a view that makes several dims of its own: DeepSeek's to its
+latents feeds all heads alike. Sizes play no part in this, so that a narrower model has the same ops. Parts that were
+joined by a `cat` are those that were joined.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CONVOLUTIONS: Mapping[Any, int] = {aten.conv1d.default: 6}  # position of the nu
 def cut_projections(graph: fx.Graph, traced: Traced) -> None:
     """Move cuts into unequal parts up to the weights of the projections, or to the joints, that they cut."""
     for node in reversed(list(graph.nodes)):
-        if _is_cut(node) and _reaches_end(node.args[0], _dim(node), node.args[1]):
+        if _is_cut(node) and _reaches_end(node.args[0], _dim(node), node.args[1], _becomes_heads(node)):
             _replace_cut(graph, node)
 
 
@@ -56,8 +57,40 @@ def _joins(node: fx.Node, dim: int, sizes: Sequence[Size]) -> bool:
     return [info(x).shape[dim] for x in operands(node)] == list(sizes)
 
 
-def _reaches_end(node: fx.Node, dim: int, sizes: Sequence[Size]) -> bool:
-    """Return whether the cut dim of a tensor, which nothing else reads, is the rows of a widening product, or joined.
+def _becomes_heads(cut: fx.Node) -> bool:
+    """Return whether a view makes several dims of the cut dim of a part."""
+    ahead = [(user, reader, _dim(cut)) for user in cut.users for reader in user.users]
+    seen = set[fx.Node]()
+    while ahead:
+        node, reader, dim = ahead.pop()
+        if reader in seen or reader.op != "call_function":
+            continue
+        seen.add(reader)
+        if _is_cut(reader) and _dim(reader) == dim:
+            dims = {dim}
+            readers = [(part, user) for part in reader.users for user in part.users]
+        else:
+            dims = _result_dims(node, reader, dim)
+            readers = [(reader, user) for user in reader.users]
+        if len(dims) > 1:
+            return True
+        ahead += [(made, user, d) for d in dims for made, user in readers]
+    return False
+
+
+def _result_dims(node: fx.Node, reader: fx.Node, dim: int) -> set[int]:
+    """Return the dims of an op's result that are made of a dim of one of its operands, but those of size 1."""
+    if isinstance(reader.meta["info"], tuple) or reader.target not in RULES:
+        return set()
+    loops, shape = resolve(op_call(reader)).loops, info(reader).shape
+    at = operands(reader).index(node)
+    places = loops.places.values() if loops is not None else ()
+    pairs = ((each[at], each[-1]) for each in places)
+    return {b.dim for a, b in pairs if a is not None and b is not None and a.dim == dim and shape[b.dim] != 1}
+
+
+def _reaches_end(node: fx.Node, dim: int, sizes: Sequence[Size], heads: bool) -> bool:
+    """Return whether the cut dim of a tensor, which nothing else reads, is joined, or the rows of a product to heads.
 
     Only the first operand is followed: the others of an op are cut where they are.
     """
@@ -66,15 +99,13 @@ def _reaches_end(node: fx.Node, dim: int, sizes: Sequence[Size]) -> bool:
     if is_getitem(node):
         cut = node.args[0]
         assert isinstance(cut, fx.Node)
-        return _is_cut(cut) and _dim(cut) == dim and _reaches_end(cut.args[0], dim, ())  # type: ignore[arg-type]
+        return _is_cut(cut) and _dim(cut) == dim and _reaches_end(cut.args[0], dim, (), heads)  # type: ignore[arg-type]
     if _joins(node, dim, sizes):
         return True
     at = _operand_dims(node, dim)
     if node.target is aten.linear.default:
-        weight = operands(node)[1]
-        rows, columns = info(weight).shape
-        return 1 in at and weight.op == "placeholder" and bool(rows >= columns)
-    return 0 in at and _reaches_end(operands(node)[0], at[0], sizes)
+        return heads and 1 in at and operands(node)[1].op == "placeholder"
+    return 0 in at and _reaches_end(operands(node)[0], at[0], sizes, heads)
 
 
 def _operand_dims(node: fx.Node, dim: int) -> dict[int, int]:

@@ -27,7 +27,8 @@ class Mixer(nn.Module):
         gate, both, steps = self.in_proj(x).split([8, 12, 2], -1)
         both = F.silu(self.conv1d(both.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
         x, b = both.split([8, 4], -1)
-        return (x * gate.sigmoid() * steps.softmax(-1)[..., :1] * b.mean(-1, keepdim=True)).square().mean()
+        heads = (x.unflatten(-1, (2, 4)) * steps.softmax(-1)[..., None]).flatten(-2)
+        return (heads * gate.sigmoid() * b.mean(-1, keepdim=True)).square().mean()
 
 
 class Joined(nn.Module):
@@ -44,8 +45,8 @@ class Joined(nn.Module):
         return (q.mean(-1, keepdim=True) * v).square().mean()
 
 
-class Narrow(nn.Module):
-    """A projection to fewer features than it reads."""
+class Latents(nn.Module):
+    """A projection to features that all heads read alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ def shapes(traced: Traced, op: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("model", "linear", "conv"),
-    [(Mixer, [2, 4, 8, 8], [4, 8]), (Joined, [4, 8], [4, 8]), (Narrow, [6], [])],
+    [(Mixer, [2, 4, 8, 8], [4, 8]), (Joined, [4, 8], [4, 8]), (Latents, [6], [])],
 )
 def test_parts_have_products_of_their_own(model: type[nn.Module], linear: list[int], conv: list[int]) -> None:
     torch.manual_seed(0)
