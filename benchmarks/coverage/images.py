@@ -154,7 +154,8 @@ def features_of(s: Sizes, batch: dict[str, Tensor], pixels: Mapping[str, Tensor]
         each = int(said.group(2)) // SAMPLES
         width = s.model.get_input_embeddings().weight.shape[1]
         return each // width if each > MOST_TOKENS else each  # some models count elements
-    return 1
+    frames = next((x.shape[1] for x in pixels.values() if x.ndim == 5), 1)
+    return s.number("num_query_tokens", default=1) * frames  # models with a query former count nothing
 
 
 def _placed(batch: Mapping[str, Tensor], token: int, n: int, takes: Any, s: Sizes) -> dict[str, Tensor]:
