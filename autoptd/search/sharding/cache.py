@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import sympy
 
@@ -60,10 +60,15 @@ class ShardingQuery:
     world: int = 0  # given if it matters: tp groups that lie unevenly over nodes
 
 
+_CHOICES = (  # fields that say what may be chosen, or weigh it; all others change the seconds of an op
+    *("microbatches", "static_bytes", "pins", "whole", "experts", "sequence_parallel", "policies", "second_per_byte"),
+)
+_PRICED = tuple(field.name for field in fields(ShardingQuery) if field.name not in _CHOICES)
+
+
 def _priced_alike(one: ShardingQuery, other: ShardingQuery) -> bool:
     """Return whether ops cost the same in both problems, whatever choices these leave."""
-    same = ("tp", "micro", "cp", "values", "kernels", "attention", "fp8", "context", "world", "cluster")
-    return all(getattr(one, name) == getattr(other, name) for name in same)
+    return all(getattr(one, name) == getattr(other, name) for name in _PRICED)
 
 
 class ShardingCache:
