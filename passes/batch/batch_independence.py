@@ -14,8 +14,9 @@ Moves by computed indices, such as tokens to their experts and back, are proved 
 `row_numbers.py`, `expert_groups.py`). An op that is not proved is refused.
 
 Sums over samples that contribute to the loss only are allowed; `reduce_loss.py` handles them. Ops that pair rows of
-different samples are refused even there, because the pairs depend on the batch. A sum over samples that samples read,
-as in batch norm, is marked: it must be one over the whole batch (`losses/batch_statistics.py`).
+different samples are refused, unless they belong to the end of a loss that is computed once per step
+(`losses/whole_batch.py`), which is not followed here. A sum over samples that samples read, as in batch norm, is
+marked: it must be one over the whole batch (`losses/batch_statistics.py`).
 """
 
 from __future__ import annotations
