@@ -77,11 +77,10 @@ def trace(
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
-        copy_detached(program.graph)
-        if not _has_transforms(program.graph):
-            write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
+        _write_functionally(program)
         if repeats and _to_decompose(program.graph):
             program = exporter.run(repeats=False)
+            _write_functionally(program)
         if _to_decompose(program.graph):
             written = program.graph
             refuse_writes_to_out(written)
@@ -105,6 +104,13 @@ def trace(
         if not values[name].is_meta and arg not in updated_values(traced.graph.graph)
     }
     return traced
+
+
+def _write_functionally(program: torch.export.ExportedProgram) -> None:
+    """Rewrite writes in place whose functional form torch does not know, or gets wrong."""
+    copy_detached(program.graph)
+    if not _has_transforms(program.graph):
+        write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
 
 
 def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:

@@ -166,6 +166,11 @@ def put_into_detached(self: nn.Module, h: Tensor) -> Tensor:
     return y
 
 
+def added_beside_a_transform(self: nn.Module, h: Tensor) -> Tensor:
+    """A transform of torch.func is traced by torch's own second trace."""
+    return added_to_detached(self, h) + torch.vmap(torch.sin)(h)
+
+
 def data_of_constants(self: nn.Module, h: Tensor) -> Tensor:
     y = torch.ones(WIDTH, dtype=h.dtype)
     y.data.mul_(3.0)
@@ -173,7 +178,7 @@ def data_of_constants(self: nn.Module, h: Tensor) -> Tensor:
 
 
 @pytest.mark.fault("a write's gradient lost")
-@pytest.mark.parametrize("body", [added_to_detached, put_into_detached, data_of_constants])
+@pytest.mark.parametrize("body", [added_to_detached, put_into_detached, added_beside_a_transform, data_of_constants])
 def test_what_is_written_to_a_detached_tensor_has_its_gradient(body: Body) -> None:
     assert_unchanged(model_of(body).double(), batch())
 
