@@ -2,6 +2,10 @@
 
 ‖found − expected‖ / ‖expected‖   of a rank's part, relative to the norm of the whole tensor. If that norm is zero up
                                   to rounding (the gradient of a key's bias), relative to the norm of all tensors.
+
+Some models amplify rounding: the gradient of a bias before a batch norm is the rounding of a sum of large numbers.
+`rounded` are the steps of the plain model from weights that differ by rounding. If they are given, a tensor's norm
+counts as at least ‖rounded − expected‖ · AMPLE / TOLERANCE, so that AMPLE times its own rounding is allowed.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from autoptd.verification.plain import PlainStep
 from autoptd.verification.ranks import RankRun, RankStep
 
 TOLERANCE = 1e-9
+AMPLE = 100.0  # a different order of additions rounds more than a change of the weights in their last bits
 
 
 @dataclass
@@ -56,18 +61,25 @@ class Compared:
         return self.step is None and not self.diverged and not self.missing
 
 
-def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[PlainStep], clip: float) -> Compared:
+def compare(
+    layout: Layout,
+    runs: Sequence[RankRun],
+    expected: Sequence[PlainStep],
+    clip: float,
+    rounded: Sequence[PlainStep] | None = None,
+) -> Compared:
     """Compare every rank's steps with the plain model's, up to the first step that differs."""
     held, updated = {n for run in runs for n in run.steps[0].state}, {p.name for run in runs for p in run.owned}
     found = Compared(missing=tuple(n for n in expected[0].state if n not in held))
     found.missing += tuple(n for n, g in expected[0].gradients.items() if n in held - updated and bool(g.any()))
     for number, step in enumerate(expected):
         mine = [run.steps[number] for run in runs]
+        near = step if rounded is None else rounded[number]
         for rank, one in enumerate(mine):
-            found.loss.add(abs(one.loss - step.loss) / (abs(step.loss) or 1.0), rank)
-            found.norm.add(abs(one.norm - step.norm) / step.norm, rank)
-        _gradients(found, layout, mine, step, clip)
-        _states(found, layout, mine, step)
+            found.loss.add(abs(one.loss - step.loss) / (_scale(abs(step.loss), near.loss - step.loss) or 1.0), rank)
+            found.norm.add(abs(one.norm - step.norm) / _scale(step.norm, near.norm - step.norm), rank)
+        _gradients(found, layout, mine, step, near, clip)
+        _states(found, layout, mine, step, near)
         offs = [found.loss, found.norm, *found.gradients.values(), *found.state.values()]
         if any(off.rank is not None for off in offs):
             found.step = number
@@ -76,8 +88,23 @@ def compare(layout: Layout, runs: Sequence[RankRun], expected: Sequence[PlainSte
     return found
 
 
-def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: PlainStep, clip: float) -> None:
-    whole = _norm(step.gradients)
+def _scale(norm: float, rounding: float) -> float:
+    """Return the norm that a difference is relative to."""
+    return max(norm, abs(rounding) * AMPLE / TOLERANCE)
+
+
+def _scales(expected: Mapping[str, Tensor], near: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the norm that each tensor's differences are relative to."""
+    norms = {name: x.double().norm().item() for name, x in expected.items()}
+    if near is expected:
+        return norms
+    return {n: _scale(norms[n], _norm({n: near[n] - x}) if n in near else 0.0) for n, x in expected.items()}
+
+
+def _gradients(
+    found: Compared, layout: Layout, mine: Sequence[RankStep], step: PlainStep, near: PlainStep, clip: float
+) -> None:
+    whole, scales = _norm(step.gradients), _scales(step.gradients, near.gradients)
     for rank, one in enumerate(mine):
         undo = 1 / min(1.0, clip / (one.norm + 1e-6)) if one.norm == one.norm else 1.0
         for part in one.parts:
@@ -88,19 +115,16 @@ def _gradients(found: Compared, layout: Layout, mine: Sequence[RankStep], step: 
                 continue
             wanted = own_part(full, layout.parameters[part.name], layout.mesh, rank).reshape(-1)
             wanted = wanted[part.start : part.start + part.gradient.numel()]
-            off.add(difference(part.gradient * undo, wanted, full.norm().item(), whole), rank)
+            off.add(difference(part.gradient * undo, wanted, scales[part.name], whole), rank)
 
 
-def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: PlainStep) -> None:
-    whole = _norm(step.state)
+def _states(found: Compared, layout: Layout, mine: Sequence[RankStep], step: PlainStep, near: PlainStep) -> None:
+    whole, scales = _norm(step.state), _scales(step.state, near.state)
     for rank, one in enumerate(mine):
         for name, x in one.state.items():
             if name in step.state:
-                full = step.state[name]
-                wanted = own_part(full, layout.spec(name), layout.mesh, rank)
-                found.state.setdefault(name, Deviation()).add(
-                    difference(x, wanted, full.double().norm().item(), whole), rank
-                )
+                wanted = own_part(step.state[name], layout.spec(name), layout.mesh, rank)
+                found.state.setdefault(name, Deviation()).add(difference(x, wanted, scales[name], whole), rank)
 
 
 def _replicas(found: Compared, layout: Layout, runs: Sequence[RankRun], step: int) -> None:

@@ -97,13 +97,16 @@ def train_plain(
     optimizer: str,
     options: Mapping[str, Any],
     draws: Sequence[Draw] | None,
+    rounded: bool = False,
 ) -> tuple[list[PlainStep], float]:
     """Train the user's model on whole batches; return its steps and the clipping norm, half the first gradient norm.
 
-    draws: None disables dropout. Raises NoReference for a step that is not finite or has no gradient, MoreDraws, and
-    what the model raises.
+    draws: None disables dropout. rounded: change the last bits of all parameters first. Raises NoReference for a step
+    that is not finite or has no gradient, MoreDraws, and what the model raises.
     """
     model, objective = copied(source.model), source.objective.in_precision(torch.float64)
+    if rounded:
+        change_last_bits(model)
     stepper = NAMED[optimizer](model.parameters(), **options)
     steps: list[PlainStep] = []
     clip = 0.0
@@ -121,6 +124,15 @@ def train_plain(
         state = {n: x.detach().clone() for n, x in held.items()}
         steps.append(PlainStep(value, whole, gradients, state))
     return steps, clip
+
+
+@torch.no_grad()
+def change_last_bits(model: nn.Module) -> None:
+    """Multiply every parameter by 1 ± 2^-50, four times the rounding of float64."""
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        if p.is_floating_point():
+            p *= 1 + (torch.rand(p.shape, dtype=p.dtype, generator=generator) - 0.5).sign() * 2.0**-50
 
 
 def keyed(source: TracedModel, draws: Sequence[Draw] | None, rng: DropoutKey) -> Keyed:

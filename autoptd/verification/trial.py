@@ -66,6 +66,12 @@ class Trial:
     def options(self) -> dict[str, Any]:
         return OPTIONS[self.optimizer]
 
+    def rounded(self) -> list[PlainStep]:
+        """Return the plain model's steps from weights that differ in their last bits."""
+        draws = self.draws if self.drops else None
+        steps, _ = train_plain(self.subject.source, self.batches, self.optimizer, self.options, draws, rounded=True)
+        return steps
+
     def parallel(self, clip: float) -> Parallel:
         """Return the object from which each rank starts."""
         s = self.subject

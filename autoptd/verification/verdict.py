@@ -113,10 +113,19 @@ def judge(trial: Trial, planned: Plan, progress: Progress | None = None) -> Verd
             faults += wrong
             proved += [] if wrong else [_owners_text(parallel)]
             compared = compare(parallel.layout, runs, expected, clip)
+            if compared.step is not None:
+                compared = compare(parallel.layout, runs, expected, clip, trial.rounded())
+                proved += [_AMPLIFIES] if compared.agrees else []
             if not compared.agrees:
                 with progress.stage("locate the fault"):
                     faults += _located(trial, parallel, compared, runs, expected, clip)
     return Verdict(planned, subject, tuple(proved), tuple(faults), compared, len(expected), trial.made)
+
+
+_AMPLIFIES = (
+    "the plain model amplifies rounding: a change of its weights in their last bits changes its own gradients by more "
+    "than the tolerance; up to 100 times that counts as rounding"
+)
 
 
 def _attempt(parallel: Parallel, trial: Trial) -> tuple[list[RankRun], list[Place]]:
