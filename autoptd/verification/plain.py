@@ -132,7 +132,7 @@ def change_last_bits(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         if p.is_floating_point():
-            p *= 1 + (torch.rand(p.shape, dtype=p.dtype, generator=generator) - 0.5).sign() * 2.0**-50
+            p.mul_(1 + (torch.rand(p.shape, dtype=p.dtype, generator=generator) - 0.5).sign() * 2.0**-50)
 
 
 def keyed(source: TracedModel, draws: Sequence[Draw] | None, rng: DropoutKey) -> Keyed:
