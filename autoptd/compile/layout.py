@@ -14,8 +14,10 @@ from autoptd.layout.layout import InputSpec, Layout, TensorSpec
 from autoptd.layout.mesh import Mesh as RankMesh
 from autoptd.layout.placements import parse_placement
 from autoptd.layout.state_bytes import elements_of
+from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
 from autoptd.passes.held_tensors import held_tensors
+from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
 from autoptd.plans.model import Plan
@@ -75,6 +77,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
     experts = expert_parameters(folded) if plan.mesh.ep > 1 else {}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
+    skipped = _skipped_by(folded)
     owned, unused = name_blocks(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
     parameters = {
         name: TensorSpec(
@@ -86,6 +89,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             recomputed=name in recomputed,
             block=name.removesuffix(owned.get(name, name)).rstrip("."),
             idle=name in unused,
+            skipped=skipped.get(name, ()),
             ep=plan.mesh.ep if name in experts else 1,
             over_tp=name in experts and plan.mesh.etp == 1 and plan.mesh.tp > 1,
         )
@@ -129,6 +133,14 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             plan.method.bucket_bytes, (COMPUTE_BYTES if narrow else MAIN_BYTES)[plan.precision]
         ),
     )
+
+
+def _skipped_by(folded: Folded) -> dict[str, tuple[tuple[str, float], ...]]:
+    """Return the masks of the layers that alone read each parameter."""
+    names, segments = folded.traced.parameters, folded.segments
+    key = {n: (f"{s.index}.{i}", n.args[1]) for s in segments for i, n in enumerate(s.nodes) if len(n.args) > 1}
+    masks = skipping_masks(folded.traced.graph.graph, of_gradients=True)
+    return {names[n.name]: tuple(sorted(key[m] for m in of)) for n, of in masks.items() if of and n.name in names}
 
 
 def named_values(source: TracedModel) -> dict[str, Any]:

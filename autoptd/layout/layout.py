@@ -28,6 +28,7 @@ class TensorSpec:
     recomputed: bool = False  # read by a block that is recomputed in the backward pass
     block: str = ""  # path of the only emitted block that reads it; "": the stage itself does
     idle: bool = False  # no gradient reaches it
+    skipped: tuple[tuple[str, float], ...] = ()  # key and rate of the masks of layers that alone read it
     ep: int = 1  # ranks of the expert mesh that dim 0, the experts, is split over; outside a split on tp
     updated: bool = False  # a buffer that gets a new value in each step
     over_tp: bool = False  # of experts that no tp ranks share: ep and its copies extend over tp

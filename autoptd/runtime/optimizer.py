@@ -17,6 +17,8 @@ from autoptd.errors import PlanError, nearest
 Factory: TypeAlias = Callable[[list[Any]], Optimizer]  # called with parameters, or with torch's parameter groups
 
 NAMED: dict[str, Callable[..., Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+# torch's fused SGD fails where a parameter has its first gradient after others (momentum_buffer_list; seen in 2.13.0)
+_KERNELS = {"adamw": {"fused": True}, "sgd": {"foreach": True}}
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -89,7 +91,7 @@ def grouped(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Paramete
 
 
 def make_optimizer(optimizer: str | Factory, given: list[Any], **kwargs: Any) -> Optimizer:
-    """Make AdamW or SGD by name, with torch's keywords and fused kernel, or call a factory. `given`: from `grouped`.
+    """Make AdamW or SGD by name, with torch's keywords and fast kernel, or call a factory. `given`: from `grouped`.
 
     An update that depends on more than one element (LAMB, Muon, Adafactor, L-BFGS) would see pieces instead of
     parameters. Raises PlanError for all but torch's elementwise optimizers and classes with `elementwise = True`.
@@ -97,7 +99,8 @@ def make_optimizer(optimizer: str | Factory, given: list[Any], **kwargs: Any) ->
     if callable(optimizer):
         made = optimizer(given, **kwargs)
     elif optimizer in NAMED:
-        made = NAMED[optimizer](given, **({} if "foreach" in kwargs else {"fused": True}) | kwargs)
+        own = {} if "foreach" in kwargs or "fused" in kwargs else _KERNELS[optimizer]
+        made = NAMED[optimizer](given, **own | kwargs)
     else:
         fix = nearest(optimizer, NAMED) + "; or pass a factory"
         raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)

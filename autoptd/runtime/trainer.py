@@ -12,6 +12,7 @@ whether any rank has a gradient for it. Parameters without a gradient are not st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.placements import Split
 from autoptd.ops.dropout import DropoutKey
+from autoptd.ops.random import dropout_mask
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
 from autoptd.runtime.batch import Microbatch, sample_count
@@ -242,7 +244,7 @@ class Trainer:
         self._agreed, users = rest[:NUMBERS], rest[NUMBERS:]
         if not self._inputs.holds(self._agreed):  # `train_step` raises
             return agreed[0].to(self.layout.main_dtype)
-        self._used = {name for name, n in zip(self._trainable, users, strict=True) if n}
+        self._used = {name for name, n in zip(self._trainable, users, strict=True) if n and not self._skipped(name)}
         self.grad_norm = agreed[1].sqrt()
         steps = self.finite.steps(whole, float(self.grad_norm))
         if not self.finite.fatal:
@@ -256,6 +258,11 @@ class Trainer:
         self.optimizer.step()
         self._buffers.end_step()
         return agreed[0].to(self.layout.main_dtype)
+
+    def _skipped(self, name: str) -> bool:
+        """Return whether all layers that read a parameter are skipped in this step, so that it has no gradient."""
+        masks, key = self.layout.parameters[name].skipped, replace(self._dropout, device=None)
+        return bool(masks) and not any(dropout_mask((), p, torch.float32, k, key, None).any() for k, p in masks)
 
     # Full tensors
 

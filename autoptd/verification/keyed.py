@@ -60,7 +60,8 @@ class Keyed(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._below = DrawsOfProgram(lambda: None if self.draws is None else self._next(), self._upcoming, self.rng)
+        following = lambda: None if self.draws is None else self._next()  # noqa: E731
+        self._below = DrawsOfProgram(following, self._upcoming, self._leave_out, self.rng)
 
     @property
     def used(self) -> int:
@@ -154,6 +155,10 @@ class Keyed(TorchFunctionMode):
         """Return the draw that `_next` would take, if there is one."""
         index = self.seen.get(torch.get_rng_state().numpy().tobytes(), len(self.seen))
         return self.draws[index] if self.draws is not None and index < len(self.draws) else None
+
+    def _leave_out(self, draw: Draw) -> None:
+        """Count the draws of a layer that the model skips."""
+        self.seen |= {f"{draw.key} {i}".encode(): len(self.seen) + i for i in range(draw.layer)}
 
 
 class MoreDraws(RuntimeError):

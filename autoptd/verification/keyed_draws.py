@@ -28,23 +28,31 @@ _FRACTIONS = (aten.rand.default, aten.rand_like.default, aten.uniform.default)
 
 @dataclass(frozen=True)
 class Draw:
-    """A node that draws: its key, where samples are placed in its elements, and the probability to drop of a mask."""
+    """A node that draws: its key, where samples are placed in its elements, and the probability to drop of a mask.
+
+    layer: number of draws in the layer that is skipped where a single mask is 0.
+    """
 
     key: str
     samples: SamplePosition
     dropped: float | None = None
     single: bool = False  # whether it draws one number
+    layer: int = 0
 
 
 class DrawsOfProgram(TorchDispatchMode):
     """The mode. `next_draw`: takes the next draw, None if draws are disabled; each is its mean then. `upcoming`: reads
-    the one that it would take."""
+    the one that it would take. `leave_out`: passes over draws of a layer that the model skips."""
 
     def __init__(
-        self, next_draw: Callable[[], Draw | None], upcoming: Callable[[], Draw | None], rng: DropoutKey
+        self,
+        next_draw: Callable[[], Draw | None],
+        upcoming: Callable[[], Draw | None],
+        leave_out: Callable[[Draw], None],
+        rng: DropoutKey,
     ) -> None:
         super().__init__()
-        self.next_draw, self.upcoming, self.rng = next_draw, upcoming, rng
+        self.next_draw, self.upcoming, self.leave_out, self.rng = next_draw, upcoming, leave_out, rng
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -59,6 +67,8 @@ class DrawsOfProgram(TorchDispatchMode):
             return torch.full_like(func(*args, **kwargs), 0.5)  # compared with a rate of 0, which no graph holds
         draw, made = self.next_draw(), func(*args, **kwargs)  # for its shape and type, and to advance torch's generator
         found = TensorWriter(draw, self.rng).made(form, given_of(form, args, kwargs), made)
+        if draw and draw.layer and not found.any():
+            self.leave_out(draw)
         return made.copy_(found)
 
     def _rrelu(self, x: Tensor, noise: Tensor, low: float, high: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.graph import info
+from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.optimizer import NAMED
@@ -48,6 +50,8 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
         symbol: batch[name].shape[dim] for symbol, (name, dim) in source.folded.traced.sizes.items() if name in batch
     }
     found = []
+    alone = skipping_masks(source.folded.traced.graph.graph, of_gradients=False)
+    layers = Counter(only for node, masks in alone.items() if len(masks) == 1 and draw_of(node) for only in masks)
     for segment in source.folded.segments:
         for i, node in enumerate(segment.nodes):
             if not draw_of(node):
@@ -56,7 +60,7 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
             if samples == ops.MICROBATCH:
                 return None
             dropped = float(node.args[1]) if node.target is ops.dropout_mask else None  # type: ignore[arg-type]
-            found.append(Draw(f"{segment.index}.{i}", samples, dropped, not info(node).shape))
+            found.append(Draw(f"{segment.index}.{i}", samples, dropped, not info(node).shape, layers[node]))
     return found
 
 

@@ -1,13 +1,14 @@
-"""Random code while it is traced: comparisons of a drawn number with a rate of 0, and checks of distributions' values.
+"""Random code while it is traced: branches on a drawn number, and checks of distributions' values.
 
-Layers are skipped at random (LayerDrop) by a Python branch on a drawn number, which no trace can hold. With a rate of
-0, the default of many models, none is skipped: no fraction is below 0.
+Layers are skipped at random (LayerDrop) by a Python branch on a drawn number. `Skips` says which way a trace takes.
+With a rate of 0, the default of many models, no layer is skipped: no fraction is below 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
-from autoptd.errors import UnsupportedOp
+from autoptd.passes.random.skipped_layers import Skips, refusal
 
 _FRACTIONS = frozenset({torch.rand, torch.rand_like})
 _BELOW = frozenset({torch.Tensor.__lt__, torch.Tensor.lt, torch.lt})
@@ -24,45 +25,61 @@ _COMPARES = _BELOW | _ABOVE | {torch.Tensor.__le__, torch.le}
 
 
 @contextmanager
-def random_code() -> Iterator[None]:
-    """Trace draws within: comparisons that are known, no checks of arguments' values."""
+def random_code(skips: Skips) -> Iterator[None]:
+    """Trace draws within: branches as `skips` says, whose rates are filled in; no checks of arguments' values."""
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
-        with _Comparisons():
+        with _Comparisons(skips):
             yield
     finally:
         Distribution.set_default_validate_args(checked)
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """The result of comparing a drawn number with a rate, `below` or above it. draw: which number."""
+
+    result: Tensor
+    draw: int
+    below: bool
+    rate: object
+
+
 class _Comparisons(TorchFunctionMode):
     """The mode that knows which single numbers were drawn, and what was found by comparing them."""
 
-    def __init__(self) -> None:
+    def __init__(self, skips: Skips) -> None:
         super().__init__()
+        self.skips = skips
         self.drawn: list[Tensor] = []
-        self.found: list[Tensor] = []
+        self.found: list[_Comparison] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _COMPARES and _among(args[0], self.drawn):
+        if func in _COMPARES and (number := _index(args[0], self.drawn)) is not None:
             if func in _BELOW and isinstance(args[1], (int, float)) and args[1] <= 0:
                 return False
-            self.found.append(func(*args, **kwargs or {}))
-            return self.found[-1]
-        if func is torch.Tensor.__bool__ and _among(args[0], self.found):
-            raise UnsupportedOp(
-                "a branch depends on a drawn number, as where layers are skipped at random (LayerDrop): the program "
-                "would repeat the branch of the trace",
-                fix="set this rate (layerdrop) to 0, or multiply what the branch adds by a drawn mask, as stochastic "
-                "depth does",
-            )
+            made = func(*args, **kwargs or {})
+            self.found.append(_Comparison(made, number, func in _BELOW, args[1]))
+            return made
+        if func is torch.Tensor.__bool__:
+            compared = _index(args[0], [c.result for c in self.found])
+            if compared is not None:
+                return self._branch(self.found[compared])
         made = func(*args, **kwargs or {})
         if func in _FRACTIONS and isinstance(made, Tensor) and not made.ndim:
             self.drawn.append(made)
         return made
 
+    def _branch(self, compared: _Comparison) -> bool:
+        rate = compared.rate
+        if not isinstance(rate, float) or not 0 < rate < 1:
+            raise refusal()
+        self.skips.rates[compared.draw] = rate
+        return (compared.draw in self.skips.without) == compared.below
 
-def _among(x: object, tensors: Sequence[Tensor]) -> bool:
-    return any(x is tensor for tensor in tensors)
+
+def _index(x: object, tensors: Sequence[Tensor]) -> int | None:
+    return next((i for i, tensor in enumerate(tensors) if x is tensor), None)

@@ -31,6 +31,7 @@ from autoptd.passes.normalise.view_writes import (
     write_views_functionally,
     writes_through_view,
 )
+from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
@@ -77,20 +78,10 @@ def trace(
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
-        _write_functionally(program)
-        if repeats and _to_decompose(program.graph):
-            program = exporter.run(repeats=False)
-            _write_functionally(program)
-        if _to_decompose(program.graph):
-            written = program.graph
-            refuse_writes_to_out(written)
-            with silent_export():
-                try:
-                    program = program.run_decompositions({})
-                except RuntimeError as error:
-                    raise _not_functional(error) from error
-            refuse_writes_to_state(written, _changed(program, list(inputs)))
-            _name_new_buffers(program)
+        if exporter.skips.rates:
+            program = select_layers(lambda some: exporter.leaving_out(some).run_functional(), exporter.skips.rates)
+        else:
+            program = exporter.functional(program, repeats=repeats)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, list(inputs), names, frozen, batch, objective)
     _refuse_shared_updates(model, traced)
@@ -104,13 +95,6 @@ def trace(
         if not values[name].is_meta and arg not in updated_values(traced.graph.graph)
     }
     return traced
-
-
-def _write_functionally(program: torch.export.ExportedProgram) -> None:
-    """Rewrite writes in place whose functional form torch does not know, or gets wrong."""
-    copy_detached(program.graph)
-    if not _has_transforms(program.graph):
-        write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
 
 
 def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
@@ -141,6 +125,7 @@ class _Exporter:
     precision: str
     fixed: frozenset[InputDim] = frozenset()  # static input dims
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
+    skips: Skips = field(default_factory=Skips)
 
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
@@ -191,6 +176,32 @@ class _Exporter:
         except TraceError:
             raise first from None
 
+    def leaving_out(self, branches: frozenset[int]) -> _Exporter:
+        """Return an exporter that leaves out the layers of these branches on a drawn number."""
+        return replace(self, skips=Skips(branches))
+
+    def run_functional(self) -> torch.export.ExportedProgram:
+        """Return the exported graph without writes in place."""
+        return self.functional(self.run(repeats=False), repeats=False)
+
+    def functional(self, program: torch.export.ExportedProgram, *, repeats: bool) -> torch.export.ExportedProgram:
+        """Return a program without writes in place, of views or of torch.func's transforms traced once more."""
+        _write_functionally(program)
+        if repeats and _to_decompose(program.graph):
+            return self.run_functional()
+        if not _to_decompose(program.graph):
+            return program
+        written = program.graph
+        refuse_writes_to_out(written)
+        with silent_export():
+            try:
+                program = program.run_decompositions({})
+            except RuntimeError as error:
+                raise _not_functional(error) from error
+        refuse_writes_to_state(written, _changed(program, list(self.specs)))
+        _name_new_buffers(program)
+        return program
+
     def _on(self, device: str, repeats: bool) -> torch.export.ExportedProgram:
         """Export on a device, without data. Inputs are new tensors: torch.export would merge identical objects."""
         mode = fake_cpu() if device == "cpu" else nullcontext()
@@ -216,7 +227,7 @@ class _Exporter:
                 silent_export(),
                 refuse_own_draws(self.model),
                 symbolic_len(model, self.objective.loss),
-                random_code(),
+                random_code(self.skips),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(
@@ -230,6 +241,13 @@ class _Exporter:
         if found is not None:
             expand_repeats(program.graph, found.captures, found.paths)
         return program
+
+
+def _write_functionally(program: torch.export.ExportedProgram) -> None:
+    """Rewrite writes in place whose functional form torch does not know, or gets wrong."""
+    copy_detached(program.graph)
+    if not _has_transforms(program.graph):
+        write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
 
 
 def _not_functional(error: RuntimeError) -> TraceError:

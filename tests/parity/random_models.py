@@ -81,17 +81,19 @@ def noisy() -> Case:
 
 
 class NoisyTokens(nn.Module):
-    """Noise whose dims are samples, tokens and width: what cp ranks may split."""
+    """Noise whose dims are samples, tokens and width: what cp ranks may split; layers that are skipped at random."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCAB, WIDTH)
-        self.ups = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.table(ids)
         for up in self.ups:
+            if torch.rand(()) < 0.4:
+                continue
             y = torch.tanh(up(x))
             x = x + drop_path(y + 0.1 * torch.randn_like(y) * torch.rand(y.shape[:2], dtype=y.dtype)[..., None], 0.8)
         return F.cross_entropy(self.head(F.dropout(x, 0.1)).flatten(0, 1), labels.flatten())

@@ -175,3 +175,24 @@ def test_an_edited_place_of_tokens_is_seen() -> None:
     name, mesh, variant = "noisy_tokens", Mesh(tp=2, cp=2), replace(PLAIN, micro=4)
     made = edited(parallel(name, planned(name, mesh, variant), "sgd"), r"cp\.part\(dim=1\)", "")
     assert not is_plain(name, train_in_lockstep(made, batches(name)))
+
+
+@pytest.mark.fault("a skipped layer is updated")
+def test_an_update_of_a_skipped_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Momentum moves what has a gradient of zero."""
+    mesh = Mesh(dp=2)
+    assert is_plain("noisy_tokens", trained("noisy_tokens", mesh))
+    monkeypatch.setattr(Trainer, "_skipped", lambda *_: False)
+    made = parallel("noisy_tokens", planned("noisy_tokens", mesh, PLAIN), "sgd")
+    assert not is_plain("noisy_tokens", train_in_lockstep(made, batches("noisy_tokens")))
+
+
+@pytest.mark.fault("another layer is skipped")
+def test_a_selection_of_the_wrong_value_is_seen() -> None:
+    mesh, variant = Mesh(dp=2), PLAIN
+    made = edited(
+        parallel("noisy_tokens", planned("noisy_tokens", mesh, variant), "sgd"),
+        r"torch\.where\((\w+), (\w+), (\w+)\)",
+        r"torch.where(\1, \3, \2)",
+    )
+    assert not is_plain("noisy_tokens", train_in_lockstep(made, batches("noisy_tokens")))

@@ -399,24 +399,32 @@ def test_normalising_is_deterministic() -> None:
 
 
 class Skipping(nn.Module):
-    """Layers that are skipped at random (LayerDrop)."""
+    """Layers that are skipped at random (LayerDrop), or replaced by others."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, others: bool = False) -> None:
         super().__init__()
-        self.layers, self.rate = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), rate
+        self.layers, self.rate = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), rate
+        self.other = nn.Linear(WIDTH, WIDTH) if others else None
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             if not (self.training and torch.rand([]) < self.rate):
                 x = x + layer(x)
+            elif self.other is not None:
+                x = self.other(x)
         return x.square().mean()
 
 
-def test_layers_skipped_at_random_are_refused_with_a_way_out() -> None:
-    normalised(Skipping(0.0).double(), batch())
+def test_layers_skipped_at_random_are_selected() -> None:
+    for rate, chosen in ((0.0, 0), (0.1, 3)):
+        found = normalised(Skipping(rate).double(), batch())
+        assert names_of(found).count("where") == names_of(found).count("dropout_mask") == chosen
+
+
+def test_a_drawn_branch_that_does_more_is_refused_with_a_way_out() -> None:
     with pytest.raises(UnsupportedOp, match="a branch depends on a drawn number") as error:
-        normalised(Skipping(0.1).double(), batch())
-    assert "Skipping (test_normalise.py:" in str(error.value) and "layerdrop" in error.value.fix
+        normalised(Skipping(0.1, others=True).double(), batch())
+    assert "(test_normalise.py:" in str(error.value) and "layerdrop" in error.value.fix
 
 
 def test_what_distributions_check_is_not_traced() -> None:
