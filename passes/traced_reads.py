@@ -46,6 +46,8 @@ class TracedReads(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _DATA:
             return args[0].detach()
+        if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
+            return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
         if func in _NUMBERS and args[0] in self.recipes and (read := self._computed(func, args)) is not None:
             return read
         made = func(*args, **kwargs)

@@ -138,9 +138,13 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
 def _skipped_by(folded: Folded) -> dict[str, tuple[tuple[str, float], ...]]:
     """Return the masks of the layers that alone read each parameter."""
     names, segments = folded.traced.parameters, folded.segments
-    key = {n: (f"{s.index}.{i}", n.args[1]) for s in segments for i, n in enumerate(s.nodes) if len(n.args) > 1}
     masks = skipping_masks(folded.traced.graph.graph, of_gradients=True)
-    return {names[n.name]: tuple(sorted(key[m] for m in of)) for n, of in masks.items() if of and n.name in names}
+    key = {n: f"{s.index}.{i}" for s in segments for i, n in enumerate(s.nodes)}
+    return {
+        names[n.name]: tuple(sorted((key[mask], float(mask.args[1])) for mask in of))  # type: ignore[arg-type]
+        for n, of in masks.items()
+        if of and n.name in names
+    }
 
 
 def named_values(source: TracedModel) -> dict[str, Any]:

@@ -15,9 +15,10 @@ A parameter that only skipped layers read has no gradient in that step, and no o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
@@ -136,6 +137,8 @@ class _Alignment:
         self.same: dict[fx.Node, fx.Node] = {}  # node of the part -> node of the full graph
         self.layer: dict[fx.Node, int] = {}  # node of the full graph that the part leaves out -> its branch
         self.found: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.first: dict[fx.Node, fx.Node | None] = {}  # constant of the full graph -> the first one that equals it
+        self.symbols: dict[sympy.Basic, sympy.Basic] = {}  # size of the part -> size of the full graph
         self.full, self.part = full, part
 
     def replaced(self) -> dict[fx.Node, tuple[int, fx.Node]]:
@@ -155,14 +158,15 @@ class _Alignment:
         given = list(_arguments(self.full))
         known = {_name(spec): node for spec, node in given}
         constants = [(node, self.full.constants[spec.target]) for spec, node in given if _is_constant(spec)]
+        self.first = {node: _first_equal(constants, value) for node, value in constants}
         for spec, node in _arguments(self.part):
             match = known.get(_name(spec))
             if _is_constant(spec):
-                value = self.part.constants[spec.target]
-                match = next((n for n, x in constants if x.dtype == value.dtype and torch.equal(x, value)), None)
+                match = _first_equal(constants, self.part.constants[spec.target])
             if match is None:
                 raise refusal()
             self.same[node] = match
+            self.symbols |= _symbols(node, match)
 
     def _match(self, theirs: list[fx.Node], mine: list[fx.Node], branch: int) -> None:
         """Match what is between two draws: equal nodes, then what the part leaves out, then equal nodes again."""
@@ -189,7 +193,9 @@ class _Alignment:
 
     def _alike(self, a: object, b: object, exactly: bool) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
-            return self.same.get(b) is a or (not exactly and self._instead(a, b))
+            if _is_size(a) or _is_size(b):
+                return _size(a, {}) == _size(b, self.symbols)
+            return self.same.get(b) is self.first.get(a, a) or (not exactly and self._instead(a, b))
         if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
             return len(a) == len(b) and all(self._alike(x, y, exactly) for x, y in zip(a, b, strict=True))
         if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -207,14 +213,40 @@ class _Alignment:
 
 
 def _chunks(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the calls of a graph, cut before each draw."""
+    """Return the calls of a graph, without those that compute sizes, cut before each draw."""
     draws, found = set(_draws(graph)), [list[fx.Node]()]
     for node in graph.nodes:
         if node in draws:
             found.append([])
-        if node.op == "call_function":
+        if node.op == "call_function" and not _is_size(node):
             found[-1].append(node)
     return found
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def _size(node: fx.Node, symbols: Mapping[sympy.Basic, sympy.Basic]) -> object:
+    """Return the size that a node computes, in the symbols of the full graph; the node if it is a tensor."""
+    value = node.meta.get("val") if _is_size(node) else node
+    return value.node.expr.xreplace(symbols) if hasattr(value, "node") else value
+
+
+def _symbols(part: fx.Node, full: fx.Node) -> dict[sympy.Basic, sympy.Basic]:
+    """Return the symbols of an input's sizes in both graphs."""
+    a, b = part.meta.get("val"), full.meta.get("val")
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return {}
+    return {
+        x.node.expr: y.node.expr
+        for x, y in zip(a.shape, b.shape, strict=True)
+        if isinstance(x, torch.SymInt) and isinstance(y, torch.SymInt)
+    }
+
+
+def _first_equal(constants: Sequence[tuple[fx.Node, Tensor]], value: Tensor) -> fx.Node | None:
+    return next((node for node, x in constants if x.dtype == value.dtype and torch.equal(x, value)), None)
 
 
 def _arguments(program: ExportedProgram) -> Iterator[tuple[InputSpec, fx.Node]]:

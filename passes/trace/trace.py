@@ -31,6 +31,7 @@ from autoptd.passes.normalise.view_writes import (
     write_views_functionally,
     writes_through_view,
 )
+from autoptd.passes.random.numpy_functions import in_torch
 from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
 from autoptd.passes.trace.collect import collect
@@ -228,6 +229,7 @@ class _Exporter:
                 refuse_own_draws(self.model),
                 symbolic_len(model, self.objective.loss),
                 random_code(self.skips),
+                in_torch(self.model),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(

@@ -103,6 +103,11 @@ def written_into(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return y
 
 
+def rows_of_chunks(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Chunks of half of the tokens, whose number is ⌊b s / 3⌋."""
+    return x.reshape(-1, 3, x.shape[2]).softmax(1).reshape(x.shape)
+
+
 APART: list[Body] = [
     lambda x, ids, labels: x - x.mean((1, 2), keepdim=True),
     lambda x, ids, labels: x.cumsum(1).flip(1).roll(1, 2),
@@ -120,6 +125,7 @@ APART: list[Body] = [
     lambda x, ids, labels: torch.cat((x[:, 1:], x[:, :1]), 1),
     last_of_each,
     written_into,
+    rows_of_chunks,
 ]
 
 
