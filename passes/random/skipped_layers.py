@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -229,7 +230,7 @@ def _is_size(node: fx.Node) -> bool:
 
 def _size(node: fx.Node, symbols: Mapping[sympy.Basic, sympy.Basic]) -> object:
     """Return the size that a node computes, in the symbols of the full graph; the node if it is a tensor."""
-    value = node.meta.get("val") if _is_size(node) else node
+    value: Any = node.meta.get("val") if _is_size(node) else node
     return value.node.expr.xreplace(symbols) if hasattr(value, "node") else value
 
 
@@ -238,11 +239,8 @@ def _symbols(part: fx.Node, full: fx.Node) -> dict[sympy.Basic, sympy.Basic]:
     a, b = part.meta.get("val"), full.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return {}
-    return {
-        x.node.expr: y.node.expr
-        for x, y in zip(a.shape, b.shape, strict=True)
-        if isinstance(x, torch.SymInt) and isinstance(y, torch.SymInt)
-    }
+    sizes: Iterator[tuple[Any, Any]] = zip(a.shape, b.shape, strict=True)
+    return {x.node.expr: y.node.expr for x, y in sizes if isinstance(x, torch.SymInt) and isinstance(y, torch.SymInt)}
 
 
 def _first_equal(constants: Sequence[tuple[fx.Node, Tensor]], value: Tensor) -> fx.Node | None:

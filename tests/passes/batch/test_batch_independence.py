@@ -103,9 +103,10 @@ def written_into(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return y
 
 
-def rows_of_chunks(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    """Chunks of half of the tokens, whose number is ⌊b s / 3⌋."""
-    return x.reshape(-1, 3, x.shape[2]).softmax(1).reshape(x.shape)
+def rows_of_halves(x: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Half of the tokens of all samples, b · ⌊s / 2⌋ rows."""
+    half = x.shape[1] // 2
+    return x[:, :half].flatten(0, 1).softmax(-1).view(x.shape[0], half, -1), labels[:, :half]
 
 
 APART: list[Body] = [
@@ -125,7 +126,7 @@ APART: list[Body] = [
     lambda x, ids, labels: torch.cat((x[:, 1:], x[:, :1]), 1),
     last_of_each,
     written_into,
-    rows_of_chunks,
+    rows_of_halves,
 ]
 
 
