@@ -225,7 +225,7 @@ class Propagation:
         places = tuple((i, r.place) for i, r in rows.items())
         key = node.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs, places, order.size
         if key not in self.seen:
-            self.seen[key] = _output_places(call, {i: Rows(p, Order(order.size)) for i, p in places})
+            self.seen[key] = output_places(call, {i: Rows(p, Order(order.size)) for i, p in places})
         found = self.seen[key]
         if isinstance(found, str):
             return (Across(node, found, pairs=found == _PAIRS),) * len(call.outputs)
@@ -331,7 +331,7 @@ def _flat(value: Any) -> list[Any]:
 _Found: TypeAlias = "str | tuple[SamplePlace | None, ...]"  # why an op mixes samples, or their places in its outputs
 
 
-def _output_places(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
+def output_places(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
     """Return the position of the rows in each output of an op, or how it mixes them."""
     if any(sum(map(grows, t.shape)) > 1 for t in call.outputs):
         return _PAIRS

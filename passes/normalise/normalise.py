@@ -52,6 +52,7 @@ from autoptd.passes.random.draws import forget_likes, write_random_as_draws
 from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
+from autoptd.passes.rewrites.masked_rows import follow_masked_rows, mark_masked_rows, name_masked_sizes
 from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows
 from autoptd.passes.trace.traced import Traced
@@ -106,11 +107,13 @@ PREPARE: list[Pass] = [
     inline_regions,
     write_own,
     drop_asserts,
+    name_masked_sizes,
     fold_sizes,
     drop_asserts,
     refuse_sparse_tensors,
     remove_mutation,
     annotate,
+    mark_masked_rows,
     write_batch_norms_as_sums,
     write_native_dropout_as_dropout,
     write_copy_as_source,
@@ -137,6 +140,7 @@ PREPARE: list[Pass] = [
     refuse_mixed_types,
     name_causal_masks,
     prove_own,
+    follow_masked_rows,
     check_loss,
     refuse_sparse,
 ]

@@ -1,4 +1,4 @@
-"""What the torch forms of NumPy functions draw is distributed as what these draw."""
+"""The torch forms of NumPy functions draw what these draw, in distribution."""
 
 from __future__ import annotations
 

@@ -178,10 +178,6 @@ def nonzero(mask: Tensor) -> Tensor:
     raise AssertionError
 
 
-def boolean_index(mask: Tensor) -> Tensor:
-    return mask.double()[mask]
-
-
 def branch_on_item(mask: Tensor) -> Tensor:
     if mask.sum().item() > 3:
         return mask
@@ -214,7 +210,7 @@ def test_nonzero_is_refused_with_module_path_and_line() -> None:
     assert "aten.nonzero.default has a size that depends on data" in text
 
 
-@pytest.mark.parametrize("route", [boolean_index, branch_on_item, branch_on_tensor, slice_by_item])
+@pytest.mark.parametrize("route", [branch_on_item, branch_on_tensor, slice_by_item])
 def test_data_dependence_is_refused_with_its_place(route: Callable[[Tensor], Tensor]) -> None:
     text = str(refusal(Model(route), x=torch.ones(6, WIDTH)))
     assert "where  decoder.router (test_trace.py:" in text

@@ -1,0 +1,112 @@
+"""Rows that a mask selects: losses, means and layers of them are as on one process, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import RuntimeFault, UnsupportedOp
+from autoptd.passes.rewrites import masked_rows
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.parity.parity_check import TOLERANCE
+
+WORDS, WIDTH, TOKENS = 20, 8, 6
+Body = Callable[["Tagger", Tensor, Tensor, Tensor], Tensor]
+
+
+class Tagger(nn.Module):
+    """`body` of the model, hidden states [b, s, h], tokens and labels [b, s] gives the loss."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body, self.words, self.layer = body, nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head, self.one = nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.body(self, torch.tanh(self.layer(self.words(ids))), ids, labels)
+
+
+def losses(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    known, flat = labels != -100, (labels != -100).flatten()
+    rows, z = flat.nonzero().squeeze(-1), m.head(h)
+    score, wanted = m.one(h).squeeze(-1), labels / WORDS
+    shifted = labels[:, 1:] != -100
+    return (
+        F.cross_entropy(z[known], labels[known], label_smoothing=0.1)
+        + F.cross_entropy(z[:, :-1][shifted].contiguous().view(-1, WORDS), labels[:, 1:][shifted].view(-1))
+        + F.cross_entropy(z.flatten(0, 1)[rows], labels.flatten().index_select(0, rows), reduction="sum") / known.sum()
+        + F.mse_loss(score[known], wanted[known].to(h.dtype))
+        + F.binary_cross_entropy(score.sigmoid()[known], wanted[known].to(h.dtype), reduction="sum") / labels.numel()
+        + F.logsigmoid(score.masked_select(known)).mean()
+        - (F.one_hot(labels[known], WORDS) * m.head(h[known]).log_softmax(-1)).sum(-1).mean()
+    )
+
+
+def layers(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    some, few = ids > 3, ids[:, 0] > 9
+    rows, made = m.layer(h[some]), h.clone()
+    made[some] = rows
+    here, column = torch.where(some)
+    spread = (rows.mT @ rows).square().sum() / some.sum()
+    chosen = h[:, 1][few]
+    size = (h[here, column] ** 2).sum() / rows.shape[0] + chosen.abs().mean(0).sum() + chosen.view(-1).mean()
+    return F.cross_entropy(m.head(made).mT, labels) + spread + rows.log_softmax(-1).mean((0, 1)) + size
+
+
+def batch() -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(0, WORDS, (6, TOKENS), generator=rng) for _ in range(2))
+    labels[:, :2] = -100
+    labels[1:3] = -100  # a whole microbatch without labels
+    return {"ids": ids, "labels": labels}
+
+
+def off_by(body: Body, **fix: int) -> float:
+    """Return the largest difference of a step's tensors from those of one process."""
+    torch.manual_seed(0)
+    model, inputs = Tagger(body).double(), {n: x[:2] for n, x in batch().items()}
+    ask = {"world": 4, "cluster": "dgx-h100", "batch": 6, "precision": "fp64", "optimizer": "sgd"}
+    par = autoptd.parallelize(model, inputs=inputs, optimizer_options={"lr": 0.05}, fix=fix, **ask)  # type: ignore[arg-type]
+    found = train_in_lockstep(par, [batch()])
+    alone = train_alone(model, [batch()], optimizer="sgd", optimizer_options={"lr": 0.05})
+    assert found.losses[0] == pytest.approx(alone.losses[0], rel=TOLERANCE)
+    return max((differences(found.gradients, alone.gradients) | differences(found.state, alone.state)).values())
+
+
+@pytest.mark.parametrize("fix", [{"dp": 2, "tp": 2, "micro": 1}, {"pp": 2, "tp": 2, "micro": 2}], ids=str)
+@pytest.mark.parametrize("body", [losses, layers])
+def test_selected_rows_are_as_on_one_process(body: Body, fix: dict[str, int]) -> None:
+    assert off_by(body, **fix) <= TOLERANCE
+
+
+REFUSED: list[tuple[str, Body]] = [
+    ("softmax works across rows", lambda m, h, ids, labels: h[ids > 3].softmax(0).square().sum()),
+    ("amax works across rows", lambda m, h, ids, labels: h[ids > 3].amax(0).sum()),
+    ("that different masks select", lambda m, h, ids, labels: F.cross_entropy(m.head(h)[ids > 3], labels[labels > 3])),
+    ("dropout draws random numbers", lambda m, h, ids, labels: F.dropout(h[ids > 3], 0.5).square().mean()),
+    ("reads the number of rows", lambda m, h, ids, labels: h[ids > 3].square().sum() * h[ids > 3].shape[0] ** 2),
+    ("reads the number of rows", lambda m, h, ids, labels: (h[ids > 3] * torch.arange(len(h[ids > 3]))[:, None]).sum()),
+    ("used other than to select", lambda m, h, ids, labels: (h[few := ids > 3] * few.nonzero()[:, :1]).sum()),
+    ("slice works across rows", lambda m, h, ids, labels: h[ids > 3][:2].sum()),
+]
+
+
+@pytest.mark.parametrize(("says", "body"), REFUSED, ids=range(len(REFUSED)))
+def test_what_depends_on_the_order_or_number_of_rows_is_refused(says: str, body: Body) -> None:
+    with pytest.raises(UnsupportedOp, match=says) as error:
+        autoptd.trace(Tagger(body), inputs=batch())
+    assert error.value.where and error.value.fix
+
+
+@pytest.mark.fault("rows that are not selected")
+@pytest.mark.parametrize("planted", ["where", "_per_row"])
+def test_rows_that_are_not_selected_are_seen(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"where": lambda self, like, x, *_: x, "_per_row": lambda self, like, total, *_: total}[planted]
+    monkeypatch.setattr(masked_rows.MaskedRows, planted, wrong)
+    with pytest.raises((AssertionError, RuntimeFault)):
+        assert off_by(losses, dp=2, tp=2, micro=1) <= TOLERANCE
