@@ -23,7 +23,8 @@ from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.graph import info
-from autoptd.passes.random.numpy_functions import in_torch
+from autoptd.passes.known.numpy_functions import NUMPY
+from autoptd.passes.known.replace import replaced_functions
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH
@@ -151,7 +152,7 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
 
     Raises MoreDraws if the model and the graph differ in the number of dropout calls.
     """
-    with keyed, in_torch(model):
+    with keyed, replaced_functions(model, NUMPY):
         value = objective.value(model, batch)
         if keyed.draws is not None and keyed.used < len(keyed.draws):
             raise MoreDraws(f"{keyed.used} instead of {len(keyed.draws)}")

@@ -22,6 +22,9 @@ from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unse
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
+from autoptd.passes.known.numpy_functions import NUMPY
+from autoptd.passes.known.replace import replaced_functions
+from autoptd.passes.known.scans import SCANS
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
@@ -31,7 +34,6 @@ from autoptd.passes.normalise.view_writes import (
     write_views_functionally,
     writes_through_view,
 )
-from autoptd.passes.random.numpy_functions import in_torch
 from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
 from autoptd.passes.trace.collect import collect
@@ -229,7 +231,7 @@ class _Exporter:
                 refuse_own_draws(self.model),
                 symbolic_len(model, self.objective.loss),
                 random_code(self.skips),
-                in_torch(self.model),
+                replaced_functions(self.model, NUMPY | SCANS),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(

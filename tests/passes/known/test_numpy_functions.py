@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.wav2vec2 import modeling_wav2vec2
 
-from autoptd.passes.random.numpy_functions import compute_mask_indices, in_torch
+from autoptd.passes.known.numpy_functions import NUMPY, compute_mask_indices
+from autoptd.passes.known.replace import replaced_functions
 from tests.passes.interpret import names_of, normalised
 
 ROWS = 4000
@@ -66,6 +67,6 @@ def test_the_function_is_found_by_its_name_and_parameters() -> None:
     found = names_of(normalised(Augmented(), {"x": torch.zeros(2, 8, 8, dtype=torch.float64)}))
     assert found.count("uniform") == 2 and "where" in found
     before = _compute_mask_indices
-    with in_torch(Augmented()):
+    with replaced_functions(Augmented(), NUMPY):
         assert _compute_mask_indices is not before
     assert _compute_mask_indices is before

@@ -1,35 +1,15 @@
 """Functions that libraries write in NumPy and call in forward, in torch: their numbers are keyed as all others are.
 
-A function is known by its name and its parameters, since models carry copies of it. It is replaced in the Python
-modules of a model's classes while the model is traced, and while it is run as the reference.
+They replace the libraries' while a model is traced, and while it is run as the reference.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-
-
-@contextmanager
-def in_torch(model: nn.Module) -> Iterator[None]:
-    """Replace the known functions that the model's classes call."""
-    with ExitStack() as replaced:
-        for module in {type(m).__module__ for m in model.modules()} & sys.modules.keys():
-            names = vars(sys.modules[module])
-            found = {name: made for name, made in FUNCTIONS.items() if _same_parameters(names.get(name), made)}
-            replaced.enter_context(patch.dict(names, found))
-        yield
-
-
-def _same_parameters(given: Any, made: Callable[..., Any]) -> bool:
-    return inspect.isfunction(given) and [*inspect.signature(given).parameters] == [*inspect.signature(made).parameters]
+from torch import Tensor
 
 
 def compute_mask_indices(
@@ -65,4 +45,4 @@ def compute_mask_indices(
     return begun > ended
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"_compute_mask_indices": compute_mask_indices}
+NUMPY: dict[str, Callable[..., Any]] = {"_compute_mask_indices": compute_mask_indices}
