@@ -39,7 +39,7 @@ from autoptd.passes.trace.lean_export import lean_export, silent_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
-from autoptd.passes.trace.skeleton import prepare_norms, skeleton, without_caches
+from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import explain, not_copied, placed
@@ -209,6 +209,7 @@ class _Exporter:
                 lean_export(),
                 silent_export(),
                 refuse_own_draws(self.model),
+                refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss),
                 random_code(),
                 write_assigned_buffers(model, root),

@@ -57,9 +57,9 @@ def test_a_tuple_of_one_constant() -> None:
 class Bags(nn.Module):
     """Sparse features of one length, each bag in one row, as recommenders have them."""
 
-    def __init__(self, mode: str, weighted: bool) -> None:
+    def __init__(self, mode: str, weighted: bool, padding: int | None) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(20, WIDTH, mode=mode) for _ in range(2))
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, WIDTH, mode=mode, padding_idx=padding) for _ in range(2))
         self.last, self.weighted = nn.Linear(WIDTH, 4), weighted
 
     def forward(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -68,10 +68,15 @@ class Bags(nn.Module):
         return self.last(one * two).square().mean()
 
 
-@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False)])
-def test_bags_of_one_length(mode: str, weighted: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "weighted", "padding"),
+    [("sum", False, None), ("sum", True, None), ("mean", False, None), ("max", False, None)]
+    + [("sum", False, 2), ("sum", True, 2), ("mean", False, 2)],
+)
+def test_bags_of_one_length(mode: str, weighted: bool, padding: int | None) -> None:
     ids = torch.randint(20, (SAMPLES, 2, 3), generator=torch.Generator().manual_seed(2))
-    assert wrong(randomised(Bags(mode, weighted)), {"ids": ids, "scores": random(SAMPLES, 3)}) == []
+    ids[1], ids[2, :, 1:] = 2, 2  # bags of nothing but padding, if 2 stands for it
+    assert wrong(randomised(Bags(mode, weighted, padding)), {"ids": ids, "scores": random(SAMPLES, 3)}) == []
 
 
 class Prompted(Plain):
