@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, PlanError, nearest
+from autoptd.layout.nest import Nest
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.passes.fold import Folded, fold, graph_hash
 from autoptd.passes.normalise.normalise import normalise
@@ -64,7 +65,7 @@ class TracedModel:
 def read_model(
     model: nn.Module,
     *,
-    inputs: Mapping[str, Tensor] | None,
+    inputs: Mapping[str, Any] | None,
     loss: Callable[..., Tensor] | Objective | None,
     targets: Targets | None = None,
     seq: int | None,
@@ -104,7 +105,16 @@ def read_model(
             fix="pass inputs={'name': tensor, …} with the keyword arguments of forward",
         )
     given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
-    objective, named = read_objective(loss, given, targets)
+    nest = loss.nest if isinstance(loss, Objective) else Nest.of({**given, **name_targets(targets)})
+    given = nest.flat(named_inputs := given)
+    if named_inputs and not given:
+        name, x = next(iter(named_inputs.items()))
+        raise InputsError(
+            f"input {name!r} is {type(x).__name__}, and no input holds a tensor",
+            where="inputs",
+            fix="pass keyword tensors, whose dim 0 counts samples",
+        )
+    objective, named = read_objective(loss, given, targets, nest)
     objective, model = objective.joined(model)
     with progress.stage(f"trace {type(model).__name__}"):
         traced = trace(

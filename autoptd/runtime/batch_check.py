@@ -38,10 +38,11 @@ class Agreement:
         self._fault: InputsError | None = None
         self._digest = torch.zeros((), dtype=torch.float64)
 
-    def take(self, batch: Mapping[str, Tensor], microbatches: int | None) -> list[Microbatch]:
+    def take(self, batch: Mapping[str, Any], microbatches: int | None) -> list[Microbatch]:
         """Return this rank's microbatches, or a substitute's. In a world of one rank, raises InputsError at once."""
         self._fault = None
         try:
+            batch = self._layout.nest.flat(batch)
             found = self._cut(batch, microbatches)
         except InputsError as error:
             if self._comm.world.size == 1 or not self._layout.specs:

@@ -42,7 +42,7 @@ from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
-from autoptd.passes.trace.trace_errors import explain, not_copied, placed
+from autoptd.passes.trace.trace_errors import PADDED, explain, not_copied, placed
 from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
 
 
@@ -269,6 +269,8 @@ def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise InputsError(f"input {name!r} is {type(x).__name__}, not a tensor", fix="pass keyword tensors only")
+        if x.is_nested:
+            raise InputsError(f"input {name!r} is a nested tensor of samples of several lengths", where=name, fix=PADDED)
     if all(x.ndim == 0 for x in inputs.values()):
         raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
 
