@@ -124,7 +124,7 @@ def _slots(x: Any, path: str, used: set[str]) -> Any:
             f"input {path!r} is {type(x).__name__}, neither a tensor nor a container of tensors",
             where=path,
             fix="pass tensors, dicts, lists, tuples or dataclasses of them, and plain values such as flags, which are "
-            "fixed when planning; a NumPy array by torch.from_numpy",
+            "fixed when planning; a NumPy array by torch.from_numpy. Make other objects, such as a BlockMask, in forward",
         )
     name = re.sub(r"\W", "_", path)
     while name in used:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout
+from autoptd.passes.flex_attention import eager_flex_attention
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
 from autoptd.runtime.comm.interfaces import Communicators
@@ -97,7 +98,8 @@ def train_alone(
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         stepper.zero_grad()
-        value = objective.value(model, objective.nest.flat(batch))
+        with eager_flex_attention():
+            value = objective.value(model, objective.nest.flat(batch))
         value.backward()
         parameters = list(model.parameters())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))

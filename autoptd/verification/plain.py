@@ -21,6 +21,7 @@ from autoptd.compile.traced import TracedModel
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
+from autoptd.passes.flex_attention import eager_flex_attention
 from autoptd.passes.graph import info
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH
@@ -134,7 +135,7 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
 
     Raises MoreDraws if the model and the graph differ in the number of dropout calls.
     """
-    with keyed:
+    with keyed, eager_flex_attention():
         value = objective.value(model, batch)
         if keyed.draws is not None and keyed.used < len(keyed.draws):
             raise MoreDraws(f"{keyed.used} instead of {len(keyed.draws)}")

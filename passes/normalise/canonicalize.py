@@ -249,11 +249,19 @@ _NAMED_PADDING = {
 
 
 def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite `x.type_as(y)` and `x.to(y)`, which read no value of y, to `x.to(dtype)`."""
+    """Rewrite `x.type_as(y)` and `x.to(y)`, which read no value of y, to `x.to(dtype)`, and casts of numbers.
+
+    torch's decomposition of `20 * x` under vmap casts the number itself, which is no tensor outside of it.
+    """
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in (aten.type_as.default, aten.to.other):
+        if node.op != "call_function":
+            continue
+        if node.target in (aten.type_as.default, aten.to.other):
             node.target = aten.to.dtype
             node.args, node.kwargs = (node.args[0], info(node).dtype), {}
+        elif node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+            node.target = aten.scalar_tensor.default
+            node.args, node.kwargs = (node.args[0],), {"dtype": info(node).dtype}
 
 
 def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:

@@ -20,6 +20,7 @@ from torch.export import Dim
 from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
+from autoptd.passes.flex_attention import dense_flex_attention
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
@@ -212,6 +213,7 @@ class _Exporter:
                 refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss),
                 random_code(),
+                dense_flex_attention(),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(
