@@ -267,12 +267,20 @@ def test_modules_that_torch_has_compiled():
     assert refusal(TraceError, root, **EIGHT, inputs=X).what.startswith("the model was compiled by torch.jit")
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase]):
-    model, inputs = Recurrent(kind(8, 8, 2, batch_first=True, dropout=0.5)), {"x": torch.empty(4, 6, 8)}
+class OwnGru(nn.GRU):
+    """A GRU that calls torch's function itself."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        first = x.new_zeros(self.num_layers, x.size(0), self.hidden_size)
+        weights = [getattr(self, name) for layer in self._all_weights for name in layer]
+        return torch.gru(x, first, weights, self.bias, 2, 0.5, True, False, True)
+
+
+def test_dropout_inside_a_recurrent_function():
+    model, inputs = Recurrent(OwnGru(8, 8, 2)), {"x": torch.empty(4, 6, 8)}
     error = refusal(UnsupportedOp, model, **EIGHT, inputs=inputs, precision="fp32")
     assert "draws random numbers" in error.what
-    assert "dropout= argument of an LSTM" in error.fix
+    assert "use nn.LSTM, nn.GRU or nn.RNN" in error.fix
 
 
 def test_sequences_that_are_none_or_too_long():

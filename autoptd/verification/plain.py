@@ -23,6 +23,7 @@ from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.flex_attention import eager_flex_attention
 from autoptd.passes.graph import info
+from autoptd.passes.recurrence import layer_by_layer
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.optimizer import NAMED
@@ -135,7 +136,7 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
 
     Raises MoreDraws if the model and the graph differ in the number of dropout calls.
     """
-    with keyed, eager_flex_attention():
+    with keyed, eager_flex_attention(), layer_by_layer():
         value = objective.value(model, batch)
         if keyed.draws is not None and keyed.used < len(keyed.draws):
             raise MoreDraws(f"{keyed.used} instead of {len(keyed.draws)}")

@@ -33,6 +33,7 @@ from autoptd.passes.normalise.view_writes import (
     writes_through_view,
 )
 from autoptd.passes.random.tracing import random_code
+from autoptd.passes.recurrence import layer_by_layer
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
@@ -214,6 +215,7 @@ class _Exporter:
                 symbolic_len(model, self.objective.loss),
                 random_code(),
                 dense_flex_attention(),
+                layer_by_layer(),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(
