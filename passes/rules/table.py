@@ -20,7 +20,7 @@ from autoptd.passes.rules import op_notations as n
 from autoptd.passes.rules.convolutions import conv, conv_groups
 from autoptd.passes.rules.factors import Implementation, Rule
 from autoptd.passes.rules.local_arguments import copies, inner_shape, length, part_sizes, shape
-from autoptd.passes.rules.recurrent import recurrent
+from autoptd.passes.rules.sequences import ctc, recurrent
 from autoptd.passes.rules.views import view
 
 aten = torch.ops.aten
@@ -168,6 +168,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.cosh.default: POINTWISE,
     aten.cosine_embedding_loss.default: Rule(n.row_loss(4)),
     aten.cross_entropy_loss.default: Rule(n.class_loss),
+    aten.ctc_loss.Tensor: Rule(ctc),
     aten.cumsum.default: Rule(n.unsplittable(), first),
     aten.detach.default: CAST,
     aten.detach_.default: CAST,

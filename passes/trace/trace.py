@@ -36,7 +36,7 @@ from autoptd.passes.random.tracing import random_code
 from autoptd.passes.recurrence import layer_by_layer
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
-from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
+from autoptd.passes.trace.fake import fake_cpu, with_ctc_shapes, without_shape_cache
 from autoptd.passes.trace.lean_export import lean_export, silent_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
@@ -208,6 +208,7 @@ class _Exporter:
             with (
                 without_collector(),
                 without_shape_cache(),
+                with_ctc_shapes(),
                 lean_export(),
                 silent_export(),
                 refuse_own_draws(self.model),

@@ -159,6 +159,10 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 8, 2), whole(8, 4, 2), None, 2),
         (real(4, 8), positive(4, 8), weights(8), 2),
     ],
+    aten.ctc_loss.Tensor: [
+        (real(5, 4, 3), whole(2, 4, 2) + 1, torch.tensor([5, 4, 5, 3]), torch.tensor([2, 1, 0, 1]), 0, reduction)
+        for reduction in (0, 1, 2)
+    ],
     aten.cumsum.default: [(real(4, 8), -1)],
     aten.div.Scalar: [(real(*X), 3.0)],
     aten.div.Tensor: [(real(*X), positive(8)), (real(*X), 4.0), (3.0, positive(*X))],
