@@ -26,7 +26,7 @@ def at_example(graph: fx.Graph, traced: Traced) -> fx.Graph:
     """Return a copy of the graph with every size symbol but the batch replaced by its example value."""
     sizes = {symbol: value for symbol, value in traced.example.items() if symbol != BATCH}
     copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    copy.graph_copy(graph, made)
+    copy.output(copy.graph_copy(graph, made))
     for node, new in made.items():
         new.meta = dict(node.meta)
         if "info" in node.meta:

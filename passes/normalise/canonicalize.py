@@ -5,16 +5,19 @@ Grouped matrix products (mixture of experts) become `ops.grouped_mm`, whichever 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.batch.batch_dims import counts_samples
+from autoptd.passes.batch.batch_dims import counts_samples, grows
 from autoptd.passes.graph import WRITTEN_FOR, info, infos, op_name, write_op
 from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.rules.views import quotient
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -287,6 +290,32 @@ def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
             dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
             node.target = aten.chunk.default
             node.args, node.kwargs = (node.args[0], len(parts), dim), {}
+
+
+def write_slices_of_samples_as_chunk(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite a slice that is one of several equal parts of a dim that counts samples to a part of `chunk`.
+
+    So are halves of `cat([chosen, rejected])`, by `x[:n]` and `x[n:]`.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.slice.Tensor:
+            continue
+        x, dim, start, _, step = node.args + _SLICE[len(node.args) :]
+        whole, part = info(x).shape[dim], info(node).shape[dim]
+        if step != 1 or not (grows(whole) and grows(part)):
+            continue
+        start = sympy.sympify(start or 0)
+        count, before = quotient(whole, part), quotient(whole + start if (-start).is_positive else start, part)
+        if not isinstance(count, int) or not isinstance(before, int) or count < 2 or not 0 <= before < count:
+            continue
+        with graph.inserting_before(node):
+            parts = graph.call_function(aten.chunk.default, (x, count, dim))
+            picked = graph.call_function(operator.getitem, (parts, before))
+        parts.meta, picked.meta = {**node.meta, "info": (node.meta["info"],) * count}, dict(node.meta)
+        node.replace_all_uses_with(picked)
+
+
+_SLICE: tuple[Any, ...] = (None, 0, None, None, 1)  # defaults of slice
 
 
 def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:

@@ -127,3 +127,31 @@ class Padded(nn.Module):
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_named_padding() -> None:
     assert wrong(randomised(Padded()), {"x": random(SAMPLES, 3, 4, 4)}) == []
+
+
+class Pairs(Plain):
+    """A preference loss of pairs that go through the model as one batch, as TRL has it."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        n = chosen.size(0)
+        score = super().forward(torch.cat([chosen, rejected])).sum(-1)
+        if self.form == "halves":  # of the batch: its rows are compared with each other
+            score, n = score[:n], n // 2
+        better, worse = {
+            "chunk": lambda: score.chunk(2),
+            "slices": lambda: (score[:n], score[n:]),
+            "both ends": lambda: (score[n : 2 * n], score[-n:]),
+            "from the end": lambda: (score[:-n], score[-n:]),
+            "halves": lambda: (score[:n], score[n:]),
+        }[self.form]()
+        return -F.logsigmoid(better - 0.5 * worse).mean()
+
+
+@pytest.mark.parametrize("form", ["chunk", "slices", "both ends", "from the end", "halves"])
+def test_pairs_in_one_batch(form: str) -> None:
+    pairs = {"chosen": random(SAMPLES, WIDTH), "rejected": random(SAMPLES, WIDTH) - 0.3}
+    assert wrong(randomised(Pairs(form)), pairs) == []
