@@ -146,7 +146,7 @@ class Pairs(Plain):
             "slices": lambda: (score[:n], score[n:]),
             "both ends": lambda: (score[n : 2 * n], score[-n:]),
             "from the end": lambda: (score[:-n], score[-n:]),
-            "halves": lambda: (score[:n], score[n:]),
+            "halves": lambda: (score[:n], score[n : 2 * n]),
         }[self.form]()
         return -F.logsigmoid(better - 0.5 * worse).mean()
 
