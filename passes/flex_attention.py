@@ -3,10 +3,10 @@
     flex_attention(q, k, v, block_mask=m)             scaled_dot_product_attention(q, k, v, mask), mask[b, h, i, j] = m
     flex_attention(q, k, v, score_mod=f, …)           softmax(f(scale · q kᵀ, b, h, i, j) where mask, else -inf) v
 
-torch's op takes Python functions of the indices, and on the CPU it has no backward pass, so it cannot be traced as it is.
+torch's op takes Python functions of the indices, and has no backward pass on the CPU, so it cannot be traced as it is.
 The functions are evaluated at all indices at once by vmap, as torch's own `create_mask` does, and become ops like any
-others: an index into a tensor of documents, a bias by distance. Their samples, heads and tokens are split by the rules of
-these ops. Blocks that the mask leaves out are computed and masked.
+others: an index into a tensor of documents, a bias by distance. Their samples, heads and tokens are split by the rules
+of these ops. Blocks that the mask leaves out are computed and masked.
 
 Private parts of torch that are replaced while tracing (seen in 2.13.0), all of `torch.nn.attention.flex_attention` but
 `mod_index`: `flex_attention_hop`, which `flex_attention` calls; the flag that makes it do so without a compiler;
@@ -66,12 +66,12 @@ def dense_attention(
     score_mod: Modifier,
     block_mask: Sequence[Any],
     scale: float,
-    *_: object,
+    *unused: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output [b, h, i, d], the logarithm of the sums and the largest scores [b, h, i].
 
-    The latter two are in units of log 2, as those of torch's op are. `block_mask`: the fields of a BlockMask, the last of which is the function of the indices. What has no reader is
-    dropped from the graph.
+    The latter two are in units of log 2, as those of torch's op are. `block_mask`: the fields of a BlockMask, the last
+    of which is the function of the indices. Results without a reader are dropped from the graph.
     """
     (samples, heads, tokens, _), keys = query.shape, key.shape[-2]
     indices = [torch.arange(n, device=query.device) for n in (samples, heads, tokens, keys)]

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, _VF
+from torch import _VF, Tensor
 
 _OPS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, PlanError, nearest
-from autoptd.layout.nest import Nest
 from autoptd.models.inputs import inputs_beside, model_name
+from autoptd.nest import Nest
 from autoptd.passes.fold import Folded, fold, graph_hash
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective

@@ -10,8 +10,8 @@ import torch
 
 from autoptd.errors import PlanError, nearest
 from autoptd.layout.mesh import Mesh
-from autoptd.layout.nest import Nest
 from autoptd.layout.placements import Placement, Split
+from autoptd.nest import Nest
 from autoptd.schedule import RUNNABLE, row_of
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

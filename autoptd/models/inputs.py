@@ -62,7 +62,7 @@ def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict
 
 def inputs_beside(model: nn.Module, seq: int | None, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Return example inputs with as many samples as `targets`, without those that are targets by name."""
-    from autoptd.layout.nest import tensors_of
+    from autoptd.nest import tensors_of
 
     samples = next((x.shape[0] for x in tensors_of(targets) if x.ndim), _SAMPLES)
     return {name: x for name, x in example_inputs(model, samples, seq).items() if name not in targets}
@@ -122,7 +122,7 @@ def _image_inputs(model: nn.Module, batch: int) -> dict[str, torch.Tensor]:
 def _own_inputs(own: Any, batch: int, seq: int) -> dict[str, Any]:
     import torch
 
-    from autoptd.layout.nest import mapped, tensors_of
+    from autoptd.nest import mapped, tensors_of
 
     inputs = own(batch, seq)
     tensors = list(tensors_of(inputs)) if isinstance(inputs, dict) else []

@@ -14,6 +14,7 @@ digest has 20 bits, weights are below n²/2 for the n ranks of a share, and floa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor

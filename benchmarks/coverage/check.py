@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError
-from autoptd.layout.nest import Nest
+from autoptd.nest import Nest
 from autoptd.plans.model import Plan
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import STEPS, trial_on

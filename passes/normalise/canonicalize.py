@@ -144,7 +144,7 @@ _ADDS_BY_INDEX: Mapping[Any, Callable[..., tuple[fx.Node, fx.Node] | None]] = {
 
 
 def write_equal_bags_as_embedding(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite `embedding_bag` over bags of one length, as of a matrix of ids, to a lookup and a sum, mean or maximum."""
+    """Rewrite `embedding_bag` over bags of one length, as of a matrix of ids: a lookup and a sum, mean or maximum."""
     for node in list(graph.nodes):
         if node.op != "call_function" or op_name(node) != "embedding_bag" or {u.args[1] for u in node.users} != {0}:
             continue

@@ -1,7 +1,7 @@
 """Notations of ops that walk through time: samples are apart, steps and layers are not.
 
-    lstm(x, [h, c], weights)                     b . ., . b ., . b ., …  ->  b . ., . b ., . b .     batch_first
-    ctc_loss(scores, labels, steps, lengths)     . b ., b ., b, b  ->  b                             reduction 0
+lstm(x, [h, c], weights)                     b . ., . b ., . b ., …  ->  b . ., . b ., . b .     batch_first
+ctc_loss(scores, labels, steps, lengths)     . b ., b ., b, b  ->  b                             reduction 0
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ def without_shape_cache() -> AbstractContextManager[None]:
     return patched
 
 
-# ---- ctc_loss, to which torch gives no shapes: its table of paths, which is no result, is as wide as the longest target
+# ---- ctc_loss, to which torch gives no shapes: its table of paths, which is no result, is as wide as a target
 
 
-def _ctc_shapes(log_probs: Tensor, targets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _ctc_shapes(log_probs: Tensor, targets: Tensor, *unused: object) -> tuple[Tensor, Tensor]:
     """Return losses of each sample, and a table as wide as if all targets were as long as the longest may be."""
     steps, samples, _ = log_probs.shape
     return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * targets.shape[-1] + 1)

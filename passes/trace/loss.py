@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, nearest
-from autoptd.layout.nest import Nest, tensors_of
+from autoptd.nest import Nest, tensors_of
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 from autoptd.passes.traced_reads import TracedReads
 
@@ -54,8 +54,8 @@ class Objective:
 
     `targets`: names of batch entries that are passed to the loss and not to `forward`. `child`: path, inside the model,
     of the module that is the loss or owns it as a method; None if that is no trained module. `outside`: the user's
-    model does not contain that module; `joined` added it. `nest`: structures of the arguments of `forward` and the loss;
-    batches and targets hold their tensors by flat name.
+    model does not contain that module; `joined` added it. `nest`: structures of the arguments of `forward` and the
+    loss; batches and targets hold their tensors by flat name.
     """
 
     loss: Callable[..., Tensor] | None = None

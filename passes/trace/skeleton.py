@@ -78,8 +78,8 @@ def refuse_packing_beside_cache(model: nn.Module, inputs: Collection[str]) -> It
 
     def refuse(*_: object, **__: object) -> None:
         raise InputsError(
-            "position_ids are given to a model with config.use_cache=True: where transformers makes a cache, it ignores "
-            "that positions start again, and packed sequences see each other",
+            "position_ids are given to a model with config.use_cache=True: where transformers makes a cache, it "
+            "ignores that positions start again, and packed sequences see each other",
             where="position_ids",
             fix="set model.config.use_cache = False to keep packed sequences apart; or pass attention_mask as well, "
             "which says the same for all tokens of a row",

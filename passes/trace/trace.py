@@ -275,7 +275,9 @@ def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
         if not isinstance(x, Tensor):
             raise InputsError(f"input {name!r} is {type(x).__name__}, not a tensor", fix="pass keyword tensors only")
         if x.is_nested:
-            raise InputsError(f"input {name!r} is a nested tensor of samples of several lengths", where=name, fix=PADDED)
+            raise InputsError(
+                f"input {name!r} is a nested tensor of samples of several lengths", where=name, fix=PADDED
+            )
     if all(x.ndim == 0 for x in inputs.values()):
         raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
 

@@ -41,14 +41,13 @@ KEEP_TENSORS = (
 
 
 PADDED = (
-    "pad the samples to one length and pass their lengths or a mask: attention takes a mask, and a recurrent layer's last "
-    "state is read by gather; or pack several sequences into a row, told apart by a mask"
+    "pad the samples to one length and pass their lengths or a mask: attention takes a mask, and a recurrent layer's "
+    "last state is read by gather; or pack several sequences into a row, kept apart by a mask"
 )
 # code of torch for samples of several lengths, whose sizes are data -> what it is called
 _RAGGED = {
     "torch/nested/": "nested tensors hold samples of several lengths",
     "pack_padded_sequence": "pack_padded_sequence makes batches of several sizes",
-    "torch/nn/attention/varlen.py": "varlen_attn takes the lengths of sequences from data",
 }
 
 

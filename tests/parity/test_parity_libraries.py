@@ -70,8 +70,10 @@ class Bags(nn.Module):
 
 @pytest.mark.parametrize(
     ("mode", "weighted", "padding"),
-    [("sum", False, None), ("sum", True, None), ("mean", False, None), ("max", False, None)]
-    + [("sum", False, 2), ("sum", True, 2), ("mean", False, 2)],
+    [
+        *(("sum", False, None), ("sum", True, None), ("mean", False, None), ("max", False, None)),
+        *(("sum", False, 2), ("sum", True, 2), ("mean", False, 2)),
+    ],
 )
 def test_bags_of_one_length(mode: str, weighted: bool, padding: int | None) -> None:
     ids = torch.randint(20, (SAMPLES, 2, 3), generator=torch.Generator().manual_seed(2))

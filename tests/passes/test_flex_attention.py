@@ -35,7 +35,8 @@ def packed(self: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) 
 
 
 def compiled(self: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-    return torch.compile(flex_attention)(q, k[:, :2], v[:, :2], block_mask=mask_of(documents), enable_gqa=True, scale=0.3)
+    attend = torch.compile(flex_attention)
+    return attend(q, k[:, :2], v[:, :2], block_mask=mask_of(documents), enable_gqa=True, scale=0.3)
 
 
 def biased(self: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:

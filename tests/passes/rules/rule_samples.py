@@ -64,7 +64,8 @@ def recurrent(gates: int, states: int, batch_first: bool, layers: int = 2, both:
         width = 6 if layer == 0 else 5 * directions
         for _ in range(directions):
             parameters += [real(5 * gates, width), real(5 * gates, 5), real(5 * gates), real(5 * gates)]
-    x, carried = real(4, 3, 6) if batch_first else real(3, 4, 6), [real(layers * directions, 4, 5) for _ in range(states)]
+    x = real(4, 3, 6) if batch_first else real(3, 4, 6)
+    carried = [real(layers * directions, 4, 5) for _ in range(states)]
     return x, carried if states > 1 else carried[0], parameters, True, layers, 0.0, False, both, batch_first
 
 

@@ -1,4 +1,4 @@
-"""Packed sequences of transformers, told apart by position_ids that start again."""
+"""Packed sequences of transformers, kept apart by position_ids that start again."""
 
 from __future__ import annotations
 

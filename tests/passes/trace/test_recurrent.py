@@ -71,7 +71,7 @@ def test_trains_as_one_process(name: str, fix: dict[str, Any]) -> None:
 def test_layers_one_by_one_are_torchs_recurrent_net(
     name: str, everything: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where dropout takes away everything between layers, and where it takes nothing."""
+    """Take away everything between layers, or nothing, and compare values and gradients."""
     model, x = model_of(name), torch.randn(4, 5, 8, dtype=torch.float64)
     model.inner.dropout = float(everything)
     wanted = _with_gradients(model, x)

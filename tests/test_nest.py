@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from autoptd.errors import InputsError
-from autoptd.layout.nest import Nest, tensors_of
+from autoptd.nest import Nest, tensors_of
 
-Pair = namedtuple("Pair", "x y")  # noqa: PYI024
+Pair = namedtuple("Pair", "x y")
 A, B = torch.arange(3.0), torch.arange(4.0)
 
 
@@ -69,7 +69,7 @@ def test_fixed_values_may_be_left_out_and_must_be_the_planned_ones() -> None:
 
 @pytest.mark.parametrize("other", [{"a": A}, {"a": A, "b": B, "c": B}, A, None])
 def test_another_structure_than_planned(other: Any) -> None:
-    with pytest.raises(InputsError, match="held .*but the plan was made for 'a', 'b'"):
+    with pytest.raises(InputsError, match=r"held .*but the plan was made for 'a', 'b'"):
         Nest.of({"held": {"a": A, "b": B}}).flat({"held": other})
 
 

@@ -4,7 +4,8 @@
         flat     {"features_dense": x, "features_ids_0": a, "features_ids_1": b}
         nested   the same structure again, with these tensors and the planned value of `scale`
 
-Tracer, program and runtime know flat tensors only. Containers are mappings, dataclasses, lists and tuples, named or not.
+Tracer, program and runtime know flat tensors only. Containers are mappings, dataclasses, lists, and tuples with or
+without names.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autoptd.errors import InputsError
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorName:
     """The place of a tensor in a structure, by its name among the flat inputs."""
 
     name: str
@@ -32,7 +33,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Nest:
-    """Structures of arguments. `given`: argument -> its example with a `Slot` for every tensor."""
+    """Structures of arguments. `given`: argument -> its example with a `TensorName` for every tensor."""
 
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -40,7 +41,7 @@ class Nest:
     def of(arguments: Mapping[str, Any]) -> Nest:
         """Return the structures of example arguments. Raises InputsError for values that are no data."""
         used = {str(name) for name, x in arguments.items() if isinstance(x, Tensor)}
-        return Nest({n: _slots(x, str(n), used) for n, x in arguments.items() if not isinstance(x, Tensor)})
+        return Nest({n: _names_in(x, str(n), used) for n, x in arguments.items() if not isinstance(x, Tensor)})
 
     def flat(self, batch: Any) -> Any:
         """Return the tensors of a batch by flat name; a flat batch, and what is no mapping, as it is.
@@ -61,7 +62,7 @@ class Nest:
         for name, x in self.given.items():
             slots = list(_names(x))
             if (slots and slots[0] in flat) or (fixed and not slots):
-                found[name] = mapped(x, lambda leaf: flat[leaf.name] if isinstance(leaf, Slot) else leaf)
+                found[name] = mapped(x, lambda leaf: flat[leaf.name] if isinstance(leaf, TensorName) else leaf)
         return found
 
 
@@ -96,7 +97,7 @@ def parts_of(x: Any) -> dict[Any, Any] | None:
         return dict(x)
     if isinstance(x, (list, tuple)):
         return dict(enumerate(x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, (type, Slot)):
+    if dataclasses.is_dataclass(x) and not isinstance(x, (type, TensorName)):
         return {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if hasattr(x, f.name)}
     return None
 
@@ -112,11 +113,11 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
 _FIXED = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, slice)
 
 
-def _slots(x: Any, path: str, used: set[str]) -> Any:
+def _names_in(x: Any, path: str, used: set[str]) -> Any:
     """Return a structure with slots for its tensors. Raises InputsError for a value that is no data."""
     parts = parts_of(x)
     if parts is not None:
-        return _with_parts(x, {key: _slots(value, f"{path}.{key}", used) for key, value in parts.items()})
+        return _with_parts(x, {key: _names_in(value, f"{path}.{key}", used) for key, value in parts.items()})
     if isinstance(x, _FIXED):
         return x
     if not isinstance(x, Tensor):
@@ -124,19 +125,19 @@ def _slots(x: Any, path: str, used: set[str]) -> Any:
             f"input {path!r} is {type(x).__name__}, neither a tensor nor a container of tensors",
             where=path,
             fix="pass tensors, dicts, lists, tuples or dataclasses of them, and plain values such as flags, which are "
-            "fixed when planning; a NumPy array by torch.from_numpy. Make other objects, such as a BlockMask, in forward",
+            "fixed when planning; NumPy arrays by torch.from_numpy. Make others, such as a BlockMask, in forward",
         )
     name = re.sub(r"\W", "_", path)
     while name in used:
         name += "_"
     used.add(name)
-    return Slot(name)
+    return TensorName(name)
 
 
 def _names(x: Any) -> Iterator[str]:
     """Yield the names of a structure's slots, in order."""
     parts = parts_of(x)
-    if isinstance(x, Slot):
+    if isinstance(x, TensorName):
         yield x.name
     for value in (parts or {}).values():
         yield from _names(value)
@@ -144,7 +145,7 @@ def _names(x: Any) -> Iterator[str]:
 
 def _tensors(planned: Any, x: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a structure by flat name. Raises InputsError if it is not the planned one."""
-    if isinstance(planned, Slot):
+    if isinstance(planned, TensorName):
         yield planned.name, x
         return
     wanted, parts = parts_of(planned), parts_of(x)
