@@ -267,6 +267,23 @@ def test_modules_that_torch_has_compiled():
     assert refusal(TraceError, root, **EIGHT, inputs=X).what.startswith("the model was compiled by torch.jit")
 
 
+class Several(Scalar):
+    """A dictionary of losses, as detectors return."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.layer(x)
+        return {"kind": h.square().mean(), "box": h.abs().mean()}
+
+
+def test_several_losses():
+    error = refusal(InputsError, Several(), **EIGHT, inputs=X)
+    assert error.what == "the model returns several losses, dict with 'kind', 'box'"
+    assert "loss=lambda losses: sum(losses.values())" in error.fix
+    error = refusal(InputsError, Several(), **EIGHT, inputs=X, loss=lambda losses: list(losses.values()))
+    assert error.fix == "return their sum: sum(losses)"
+    autoptd.plan(Several(), **EIGHT, inputs=X, loss=lambda losses: sum(losses.values()))
+
+
 class OwnGru(nn.GRU):
     """A GRU that calls torch's function itself."""
 
