@@ -35,7 +35,20 @@ Modifier = Callable[..., Tensor]
 @contextmanager
 def dense_flex_attention() -> Iterator[None]:
     """Wrap a trace: `flex_attention` is computed with dense masks."""
-    with _computed_by(dense_attention), patch.object(lookups, "mod_index", torch.ops.aten.index):
+    create, made = flex._create_sparse_block_from_block_mask, list[Modifier]()
+
+    def created(blocks: Any, mask_mod: Modifier, *rest: Any) -> Any:
+        made.append(mask_mod)
+        return create(blocks, mask_mod, *rest)
+
+    def attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return dense_attention(*args, made=made)
+
+    with (
+        _computed_by(attend),
+        patch.object(lookups, "mod_index", torch.ops.aten.index),
+        patch.object(flex, "_create_sparse_block_from_block_mask", created),
+    ):
         yield
 
 
@@ -67,11 +80,13 @@ def dense_attention(
     block_mask: Sequence[Any],
     scale: float,
     *unused: object,
+    made: Sequence[Modifier] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output [b, h, i, d], the logarithm of the sums and the largest scores [b, h, i].
 
     The latter two are in units of log 2, as those of torch's op are. `block_mask`: the fields of a BlockMask, the last
-    of which is the function of the indices. Results without a reader are dropped from the graph.
+    of which is the function of the indices. `made`: functions whose blocks `create_block_mask` has made of them, so
+    that they say everything. Results without a reader are dropped from the graph.
     """
     (samples, heads, tokens, _), keys = query.shape, key.shape[-2]
     indices = [torch.arange(n, device=query.device) for n in (samples, heads, tokens, keys)]
@@ -83,6 +98,8 @@ def dense_attention(
     plain = _changes_nothing(score_mod, query)
     with lookups.TransformGetItemToIndex():
         mask = None if block_mask[-1] is flex.noop_mask else flex._vmap_for_bhqkv(block_mask[-1], prefix=())(*indices)
+        if not any(function is block_mask[-1] for function in made):
+            mask = _within_blocks(block_mask, mask)
         if not plain:
             scores = flex._vmap_for_bhqkv(score_mod, prefix=(0,))(scores, *indices).to(wide)
     if mask is not None:
@@ -92,6 +109,24 @@ def dense_attention(
     else:
         out = (torch._safe_softmax(scores, -1) @ _per_head(value, shared).to(wide)).to(query.dtype)
     return out, scores.logsumexp(-1) / math.log(2), scores.amax(-1) / math.log(2)
+
+
+def _within_blocks(block_mask: Sequence[Any], mask: Tensor | None) -> Tensor | None:
+    """Return a mask restricted to the blocks that are listed as partial, and all of those that are listed as full."""
+    queries, keys, counts, columns, full_counts, full_columns, *_, height, width, _ = block_mask
+    if height == width == flex._LARGE_SPARSE_BLOCK_SIZE:  # there is no block mask
+        return mask
+    partial = _listed(counts, columns, queries, keys, height, width)
+    mask = partial if mask is None else mask & partial
+    return mask if full_counts is None else mask | _listed(full_counts, full_columns, queries, keys, height, width)
+
+
+def _listed(counts: Tensor, columns: Tensor, queries: int, keys: int, height: int, width: int) -> Tensor:
+    """Return which scores are in listed blocks: [b, h, i, j], for counts [b, h, rows] and columns [b, h, rows, …]."""
+    listed = torch.arange(columns.shape[-1], device=columns.device) < counts.unsqueeze(-1)
+    wanted = columns.unsqueeze(-1) == torch.arange(-(-keys // width), device=columns.device)
+    blocks = (wanted & listed.unsqueeze(-1)).any(-2)
+    return blocks.repeat_interleave(height, -2)[..., :queries, :].repeat_interleave(width, -1)[..., :keys]
 
 
 def _per_head(x: Tensor, shared: int) -> Tensor:

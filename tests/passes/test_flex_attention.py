@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import autoptd
 from autoptd.errors import InputsError
@@ -100,9 +101,25 @@ def test_the_values_of_torchs_op(masked: bool, capped: bool) -> None:
     mask = mask_of(batches()[0]["documents"]) if masked else None
     change = (lambda score, *_: torch.tanh(score)) if capped else (lambda score, *_: score)
     wanted = flex_attention(q, k, v, score_mod=change, block_mask=mask)
-    blocks = mask.as_tuple() if mask is not None else (noop_mask,)
-    found, _, _ = dense_attention(q, k, v, change, blocks, 16**-0.5)
+    blocks = flex._create_empty_block_mask(q, k) if mask is None else mask
+    found, _, _ = dense_attention(q, k, v, change, blocks.as_tuple(), 16**-0.5)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_blocks_that_are_listed_by_hand(listed: bool) -> None:
+    """A mask without a function sees what is listed; one that was made outside forward sees what its function says."""
+    q, k, v = torch.randn(3, 1, HEADS, 6, 16, generator=torch.Generator().manual_seed(2))
+    if listed:
+        counts, columns = torch.tensor([[[1, 2, 1]]], dtype=torch.int32), torch.tensor([[[[0, 0], [0, 2], [1, 0]]]])
+        mask = BlockMask.from_kv_blocks(counts, columns.int(), BLOCK_SIZE=2)
+        rows = [[1, 0, 0], [1, 0, 1], [0, 1, 0]]
+        seen = torch.tensor(rows).repeat_interleave(2, 0).repeat_interleave(2, 1).bool()
+    else:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 6, 6, device="cpu", BLOCK_SIZE=2)
+        seen = torch.ones(6, 6).tril().bool()
+    found, _, _ = dense_attention(q, k, v, lambda score, *_: score, mask.as_tuple(), 0.25)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, seen))
 
 
 def test_a_block_mask_as_an_input_is_refused() -> None:
