@@ -111,8 +111,9 @@ def test_blocks_that_are_listed_by_hand(listed: bool) -> None:
     """A mask without a function sees what is listed; one that was made outside forward sees what its function says."""
     q, k, v = torch.randn(3, 1, HEADS, 6, 16, generator=torch.Generator().manual_seed(2))
     if listed:
-        counts, columns = torch.tensor([[[1, 2, 1]]], dtype=torch.int32), torch.tensor([[[[0, 0], [0, 2], [1, 0]]]])
-        mask = BlockMask.from_kv_blocks(counts, columns.int(), BLOCK_SIZE=2)
+        counts = torch.tensor([[[1, 2, 1]]], dtype=torch.int32)
+        columns = torch.tensor([[[[0, 0, 0], [0, 2, 0], [1, 0, 0]]]], dtype=torch.int32)
+        mask = BlockMask.from_kv_blocks(counts, columns, BLOCK_SIZE=2)
         rows = [[1, 0, 0], [1, 0, 1], [0, 1, 0]]
         seen = torch.tensor(rows).repeat_interleave(2, 0).repeat_interleave(2, 1).bool()
     else:
