@@ -46,7 +46,7 @@ from autoptd.search.constraints.options import read_constraints
 def trace(
     model: nn.Module,
     *,
-    inputs: Mapping[str, Tensor] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     loss: Callable[..., Tensor] | None = None,
     targets: Targets | None = None,
     loss_averaging: str | None = None,
@@ -76,7 +76,7 @@ def plan(
     model: nn.Module | TracedModel,
     *,
     world: int,
-    inputs: Mapping[str, Tensor] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     loss: Callable[..., Tensor] | None = None,
     targets: Targets | None = None,
     loss_averaging: str | None = None,
@@ -101,8 +101,9 @@ def plan(
     Args:
         model: a single-device module, or the result of `trace`.
         world: number of devices, over all nodes.
-        inputs: example keyword tensors of `forward`, with samples in dim 0; may be on meta. Default: made from the
-            configuration of a Hugging Face model, or by the module's `example_inputs(batch, seq)`.
+        inputs: example keyword arguments of `forward`: tensors with samples in dim 0, maybe on meta, and containers of
+            them. Flags, numbers, strings and None are fixed when planning. Default: made from the configuration of a
+            Hugging Face model, or by the module's `example_inputs(batch, seq)`.
         loss: callable that returns the loss, needed unless `forward` returns a scalar, `.loss` or `["loss"]`. Takes
             (outputs), (outputs, inputs), or outputs and targets, such as `nn.CrossEntropyLoss()`.
         targets: example tensors that only the loss takes: one tensor, which a batch then holds as "targets", or a
@@ -153,7 +154,7 @@ def parallelize(
     *,
     world: int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    inputs: Mapping[str, Tensor] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     loss: Callable[..., Tensor] | None = None,
     targets: Targets | None = None,
     loss_averaging: str | None = None,

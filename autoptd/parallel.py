@@ -174,11 +174,11 @@ class Parallel:
         assert self._trainer is not None
         return self._trainer
 
-    def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def train_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Run one optimizer step and return the mean loss over the global batch, a 0-dim tensor. Collective.
 
-        batch: this dp rank's share of the global batch, as keyword tensors; identical on the tp, cp and pp ranks of
-        that share.
+        batch: this dp rank's share of the global batch, as keyword arguments like the example inputs and targets;
+        identical on the tp, cp and pp ranks of that share. Fixed values, such as flags, may be left out.
 
         Raises on all ranks, before any parameter changes: InputsError if one rank has a wrong batch, or None because
         its data ended; RuntimeFault if the loss or gradient norm is not finite (with non_finite="raise").
@@ -220,7 +220,7 @@ class Parallel:
         """
         return ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
 
-    def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective."""
         trainer = self._running
         with self._watch:

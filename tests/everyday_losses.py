@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,12 @@ def flat_ce(z: Tensor, y: Tensor, **options: object) -> Tensor:
     return F.cross_entropy(z.view(-1, CLASSES), y.view(-1), **options)  # type: ignore[arg-type]
 
 
+def ctc(z: Tensor, y: Tensor, m: Tensor, **options: Any) -> Tensor:
+    """CTC of as many labels of each sample as the mask says, less two: some have none."""
+    steps, lengths = torch.full((z.size(0),), z.size(1)), (m.sum(1).long() - 2).clamp(min=0)
+    return F.ctc_loss(z.log_softmax(-1).transpose(0, 1), y[:, 2:].clamp(min=1), steps, lengths, **options)
+
+
 def positive(y: Tensor) -> Tensor:
     return y.clamp(min=0)
 
@@ -62,6 +69,8 @@ EXACT: dict[str, Loss] = {
     "cross_entropy_over_sum": lambda z, y, m: flat_ce(z, y, reduction="sum") / (y != -100).sum(),
     "cross_entropy_n_c_d": lambda z, y, m: F.cross_entropy(z.transpose(1, 2), y),
     "cross_entropy_in_float32": lambda z, y, m: flat_ce(z.float(), y).double(),
+    "ctc": lambda z, y, m: ctc(z, y, m),
+    "ctc_sum": lambda z, y, m: ctc(z, y, m, reduction="sum", zero_infinity=True),
     "nll_of_log_softmax": lambda z, y, m: F.nll_loss(z.log_softmax(-1).view(-1, CLASSES), y.view(-1)),
     "mean": lambda z, y, m: z.square().mean(),
     "mean_over_dims": lambda z, y, m: z.square().mean(dim=(0, 1, 2)),

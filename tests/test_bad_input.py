@@ -267,12 +267,37 @@ def test_modules_that_torch_has_compiled():
     assert refusal(TraceError, root, **EIGHT, inputs=X).what.startswith("the model was compiled by torch.jit")
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase]):
-    model, inputs = Recurrent(kind(8, 8, 2, batch_first=True, dropout=0.5)), {"x": torch.empty(4, 6, 8)}
+class Several(Scalar):
+    """A dictionary of losses, as detectors return."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.layer(x)
+        return {"kind": h.square().mean(), "box": h.abs().mean()}
+
+
+def test_several_losses():
+    error = refusal(InputsError, Several(), **EIGHT, inputs=X)
+    assert error.what == "the model returns several losses, dict with 'kind', 'box'"
+    assert "loss=lambda losses: sum(losses.values())" in error.fix
+    error = refusal(InputsError, Several(), **EIGHT, inputs=X, loss=lambda losses: list(losses.values()))
+    assert error.fix == "return their sum: sum(losses)"
+    autoptd.plan(Several(), **EIGHT, inputs=X, loss=lambda losses: sum(losses.values()))
+
+
+class OwnGru(nn.GRU):
+    """A GRU that calls torch's function itself."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        first = x.new_zeros(self.num_layers, x.size(0), self.hidden_size)
+        weights = [getattr(self, name) for layer in self._all_weights for name in layer]
+        return torch.gru(x, first, weights, self.bias, 2, 0.5, True, False, True)
+
+
+def test_dropout_inside_a_recurrent_function():
+    model, inputs = Recurrent(OwnGru(8, 8, 2)), {"x": torch.empty(4, 6, 8)}
     error = refusal(UnsupportedOp, model, **EIGHT, inputs=inputs, precision="fp32")
     assert "draws random numbers" in error.what
-    assert "dropout= argument of an LSTM" in error.fix
+    assert "use nn.LSTM, nn.GRU or nn.RNN" in error.fix
 
 
 def test_sequences_that_are_none_or_too_long():

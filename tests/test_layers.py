@@ -17,7 +17,7 @@ LAYERS = """
 text
 errors progress
 outputs schedule
-boundary cost_models
+boundary cost_models nest
 models layout
 ops
 passes

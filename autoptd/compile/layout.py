@@ -126,6 +126,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         zigzag=zigzag,
         multiples=multiples,
         specs=_input_specs(source, plan),
+        nest=source.objective.nest,
         slices=plan.method.sends == "slices",
         modules=tuple(stage.modules for stage in plan.stages),
         gradients="compute" if narrow else "main",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import inputs_beside, model_name
+from autoptd.nest import Nest
 from autoptd.passes.fold import Folded, fold, graph_hash
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
@@ -64,7 +66,7 @@ class TracedModel:
 def read_model(
     model: nn.Module,
     *,
-    inputs: Mapping[str, Tensor] | None,
+    inputs: Mapping[str, Any] | None,
     loss: Callable[..., Tensor] | Objective | None,
     targets: Targets | None = None,
     seq: int | None,
@@ -104,7 +106,16 @@ def read_model(
             fix="pass inputs={'name': tensor, …} with the keyword arguments of forward",
         )
     given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
-    objective, named = read_objective(loss, given, targets)
+    nest = loss.nest if isinstance(loss, Objective) else Nest.of({**given, **name_targets(targets)})
+    given = nest.flat(named_inputs := given)
+    if named_inputs and not given:
+        name, x = next(iter(named_inputs.items()))
+        raise InputsError(
+            f"input {name!r} is {type(x).__name__}, and no input holds a tensor",
+            where="inputs",
+            fix="pass keyword tensors, whose dim 0 counts samples",
+        )
+    objective, named = read_objective(loss, given, targets, nest)
     objective, model = objective.joined(model)
     with progress.stage(f"trace {type(model).__name__}"):
         traced = trace(

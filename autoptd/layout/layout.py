@@ -11,6 +11,7 @@ import torch
 from autoptd.errors import PlanError, nearest
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import Placement, Split
+from autoptd.nest import Nest
 from autoptd.schedule import RUNNABLE, row_of
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,6 +106,7 @@ class Layout:
     zigzag: bool = False  # each cp rank holds an early and a late chunk of tokens: see `ops/cp_axis.py`
     multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> divisor of its size
     specs: Mapping[str, InputSpec] = field(default_factory=dict)  # of `inputs` that a batch is checked against
+    nest: Nest = field(default_factory=Nest)  # the structures that a batch may hold them in
     slices: bool = False  # scatter-gather P2P: each tp rank sends a slice of replicated tensors, receivers gather
     modules: tuple[str, ...] = ()  # names of each stage's modules, for a profiler
     gradients: str = "main"  # type of gradient accumulation and reduction: "main", or "compute", the parameters'

@@ -38,7 +38,7 @@ _CAP = 4096  # limit of the default tokens per sample
 _HOW = "pass inputs={'name': tensor, …} as forward takes them, or define example_inputs(batch, seq) on the model"
 
 
-def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict[str, torch.Tensor]:
+def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict[str, Any]:
     """Return keyword tensors on the meta device for a batch of `batch` samples of `seq` tokens.
 
     `seq`: default, `default_sequence`; an encoder and its decoder get as many tokens each. Raises InputsError if the
@@ -60,9 +60,11 @@ def example_inputs(model: nn.Module, batch: int, seq: int | None = None) -> dict
     return {name: _meta_ids(batch, seq) for name in _TEXT[str(task)]}
 
 
-def inputs_beside(model: nn.Module, seq: int | None, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def inputs_beside(model: nn.Module, seq: int | None, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Return example inputs with as many samples as `targets`, without those that are targets by name."""
-    samples = next((x.shape[0] for x in targets.values() if x.ndim), _SAMPLES)
+    from autoptd.nest import tensors_of
+
+    samples = next((x.shape[0] for x in tensors_of(targets) if x.ndim), _SAMPLES)
     return {name: x for name, x in example_inputs(model, samples, seq).items() if name not in targets}
 
 
@@ -117,17 +119,20 @@ def _image_inputs(model: nn.Module, batch: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "labels": _meta_ids(batch)}
 
 
-def _own_inputs(own: Any, batch: int, seq: int) -> dict[str, torch.Tensor]:
+def _own_inputs(own: Any, batch: int, seq: int) -> dict[str, Any]:
     import torch
 
+    from autoptd.nest import mapped, tensors_of
+
     inputs = own(batch, seq)
-    good = isinstance(inputs, dict) and all(isinstance(value, torch.Tensor) for value in inputs.values())
-    if not good or not inputs:
+    tensors = list(tensors_of(inputs)) if isinstance(inputs, dict) else []
+    if not tensors:
         what = f"example_inputs({batch}, {seq}) of the model did not return a mapping of keyword tensors"
         raise InputsError(what, fix="return {'name': tensor, …} as forward takes them")
-    if len({id(value) for value in inputs.values()}) < len(inputs):
+    if len({id(x) for x in tensors}) < len(tensors):
         raise InputsError("two example inputs are the same tensor object", fix="make a separate tensor for each")
-    return {str(name): value.to("meta") for name, value in inputs.items()}
+    found: dict[str, Any] = mapped(inputs, lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x)
+    return found
 
 
 def _meta_ids(*shape: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ digest has 20 bits, weights are below n²/2 for the n ranks of a share, and floa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +39,11 @@ class Agreement:
         self._fault: InputsError | None = None
         self._digest = torch.zeros((), dtype=torch.float64)
 
-    def take(self, batch: Mapping[str, Tensor], microbatches: int | None) -> list[Microbatch]:
+    def take(self, batch: Mapping[str, Any], microbatches: int | None) -> list[Microbatch]:
         """Return this rank's microbatches, or a substitute's. In a world of one rank, raises InputsError at once."""
         self._fault = None
         try:
+            batch = self._layout.nest.flat(batch)
             found = self._cut(batch, microbatches)
         except InputsError as error:
             if self._comm.world.size == 1 or not self._layout.specs:

@@ -107,7 +107,7 @@ class Trainer:
 
     # Steps
 
-    def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def train_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Run one optimizer step over the global batch; `batch`: this dp rank's share of it (keyword tensors).
 
         Returns the loss over the global batch, 0-dim, the same on all ranks. If any rank has a wrong batch, all ranks
@@ -178,7 +178,7 @@ class Trainer:
         return loss.values
 
     @torch.no_grad()
-    def eval_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss over the global batch, without dropout or gradients; any number of samples per dp rank."""
         self._check_loaded()
         check_evaluates(self.layout)

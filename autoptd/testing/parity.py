@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout
+from autoptd.passes.flex_attention import eager_flex_attention
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
 from autoptd.runtime.comm.interfaces import Communicators
@@ -26,7 +27,7 @@ from autoptd.runtime.optimizer import NAMED, ParameterGroup, grouped
 if TYPE_CHECKING:
     from autoptd.api import Parallel
 
-Batch = Mapping[str, Tensor]
+Batch = Mapping[str, Any]
 _NOISE = 1e-13  # of the norm of all tensors: a tensor with a smaller norm is zero up to rounding
 
 
@@ -65,7 +66,8 @@ def train(parallel: Parallel, batches: Sequence[Batch]) -> Trained:
     """Train one step per global batch on one rank's running part, which takes its share of each. A collective."""
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
-        share = {name: x.tensor_split(parallel.dp_size)[parallel.dp_rank] for name, x in batch.items()}
+        flat = parallel.layout.nest.flat(batch)
+        share = {name: x.tensor_split(parallel.dp_size)[parallel.dp_rank] for name, x in flat.items()}
         losses.append(float(parallel.train_step(share)))
         assert parallel.grad_norm is not None
         norms.append(float(parallel.grad_norm))
@@ -96,7 +98,8 @@ def train_alone(
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         stepper.zero_grad()
-        value = objective.value(model, batch)
+        with eager_flex_attention():
+            value = objective.value(model, objective.nest.flat(batch))
         value.backward()
         parameters = list(model.parameters())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))

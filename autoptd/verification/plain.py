@@ -22,10 +22,12 @@ from autoptd.compile.traced import TracedModel
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
+from autoptd.passes.flex_attention import eager_flex_attention
 from autoptd.passes.graph import info
 from autoptd.passes.known.numpy_functions import NUMPY
 from autoptd.passes.known.replace import replaced_functions
 from autoptd.passes.random.skipped_layers import skipping_masks
+from autoptd.passes.recurrence import layer_by_layer
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.optimizer import NAMED
@@ -152,7 +154,7 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
 
     Raises MoreDraws if the model and the graph differ in the number of dropout calls.
     """
-    with keyed, replaced_functions(model, NUMPY):
+    with keyed, replaced_functions(model, NUMPY), eager_flex_attention(), layer_by_layer():
         value = objective.value(model, batch)
         if keyed.draws is not None and keyed.used < len(keyed.draws):
             raise MoreDraws(f"{keyed.used} instead of {len(keyed.draws)}")

@@ -95,6 +95,7 @@ def make_trial(subject: Subject, steps: int = STEPS, progress: Progress | None =
 def trial_on(subject: Subject, batches: Sequence[Batch], made: tuple[str, ...] = ()) -> Trial:
     """Prepare a trial on these global batches. Raises NoReference, and what the plain model raises."""
     plan, source = subject.plan, subject.source
+    batches = [source.objective.nest.flat(batch) for batch in batches]
     optimizer = plan.optimizer if plan.optimizer in OPTIONS else "sgd"
     draws, expected, clip = _train(subject, batches, optimizer)
     program = widened(make_program(source, plan, read_sharding(source, plan)))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError
+from autoptd.nest import Nest
 from autoptd.plans.model import Plan
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import STEPS, trial_on
@@ -26,13 +27,16 @@ WORLD, CLUSTER, OPTIMIZER = 8, "dgx-h100", "sgd"
 
 
 class Case(Protocol):
-    """A model of a library: `family` groups the report, `build` gives the model with its batch."""
+    """A model of a library: `family` groups the report, `build` gives the model with its batch, which may be nested.
+
+    A case with an attribute `loss` is trained with that function of the outputs.
+    """
 
     @property
     def name(self) -> str: ...
     @property
     def family(self) -> str: ...
-    def build(self) -> tuple[nn.Module, dict[str, Tensor]]: ...
+    def build(self) -> tuple[nn.Module, dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,15 @@ def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
     began, step = time.monotonic(), "build"
     found: dict[str, Any] = {}
     try:
-        model, batch = case.build()
+        model, given = case.build()
+        nest = Nest.of(given)
+        batch = nest.flat(given)
         if only_build:
             return Outcome(case.name, case.family, "built", step=step, seconds=time.monotonic() - began)
         fill_zeros(model)
         step = "trace"
-        examples = {n: moved(x, samples_of(batch), 0)[1] for n, x in batch.items()}
-        source = autoptd.trace(model, inputs=examples, precision="fp64")
+        examples = nest.nested({n: moved(x, samples_of(batch), 0)[1] for n, x in batch.items()})
+        source = autoptd.trace(model, inputs=examples, loss=getattr(case, "loss", None), precision="fp64")
         step = "plan"
         planned = _plan(source, batch, FIX)
         found |= {"split": split_share(planned, model), "experts": expert_ranks(planned)}

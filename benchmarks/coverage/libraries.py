@@ -12,6 +12,8 @@ MODULES = {
     "plain_sequences": "torch",
     "plain_pictures": "torch",
     "plain_others": "torch",
+    "plain_losses": "torch",
+    "plain_data": "torch",
     "adapters": "peft",
     "diffusers": "diffusers",
     "diffusers_pictures": "diffusers",

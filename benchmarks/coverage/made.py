@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 SAMPLES = 8
-Built = tuple[nn.Module, Mapping[str, Tensor]]
+Built = tuple[nn.Module, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A model and its batch by the function that makes them. Models are cast to float64 and put in training mode."""
+    """A model and its batch by the function that makes them, and its loss if `forward` returns none.
+
+    Models are cast to float64 and put in training mode.
+    """
 
     name: str
     family: str
     make: Callable[[], Built]
+    loss: Callable[..., Tensor] | None = None
 
-    def build(self) -> tuple[nn.Module, dict[str, Tensor]]:
+    def build(self) -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(0)
         model, batch = self.make()
         return model.double().train(), dict(batch)

@@ -97,7 +97,7 @@ class Nested(nn.Module):
 
 
 def nested() -> Built:
-    return Nested(), {"features": {"dense": {"a": normal(WIDTH), "b": normal(8)}}, "target": normal(seed=5)}  # type: ignore[dict-item]
+    return Nested(), {"features": {"dense": {"a": normal(WIDTH), "b": normal(8)}}, "target": normal(seed=5)}
 
 
 class Recommender(nn.Module):

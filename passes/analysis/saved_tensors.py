@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement
 from typing import Any, TypeVar
@@ -63,7 +63,10 @@ def saved_tensors(call: OpCall) -> SavedForBackward:
         return SavedForBackward(extra=(TensorInfo(shape, torch.bool, False),)) if _drops(call) else SavedForBackward()
     if call.target in RMS_NORM:
         return _rms_norm(call)
-    return _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+    found = _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+    if call.target is aten.ctc_loss.Tensor:  # the lengths become numbers, except on meta tensors
+        return replace(found, operands=tuple(i for i in found.operands if i < 2))
+    return found
 
 
 def is_off(call: OpCall) -> bool:

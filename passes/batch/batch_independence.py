@@ -57,7 +57,8 @@ from autoptd.passes.graph import (
     user_op_name,
 )
 from autoptd.passes.normalise.at_example import at_example, needs_example
-from autoptd.passes.opcall import OpCall, Size, TensorInfo, is_random, target_name
+from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
+from autoptd.passes.random.draws import draws
 from autoptd.passes.rules import op_notations as notations
 from autoptd.passes.rules.discover import keeps_apart
 from autoptd.passes.rules.factor_notation import Loops
@@ -255,8 +256,8 @@ def _drawn(node: fx.Node, states: Sequence[State]) -> State:
 
 
 def _is_random(call: OpCall) -> bool:
-    """Return whether an op is random and has no rule: `refuse_random` refuses it, whatever it does with samples."""
-    return is_random(call.target) and call.target not in RULES
+    """Return whether an op draws and has no rule: `refuse_random` refuses it, whatever it does with samples."""
+    return call.target not in RULES and draws(call.target, call.args, call.kwargs)
 
 
 def _fill_state(node: fx.Node, call: OpCall) -> State:

@@ -20,6 +20,7 @@ from autoptd.passes.custom_grad.ops import is_own
 from autoptd.passes.graph import ancestors, info, infos, op_call, op_name, operands, source_line
 from autoptd.passes.rules.discover import Discovery, discover
 from autoptd.passes.rules.factor_notation import bind
+from autoptd.passes.trace.trace_errors import PADDED
 from autoptd.passes.trace.traced import BATCH, Traced
 
 ADDS = "adds_samples"  # in a node's meta: a scalar whose values over microbatches add up
@@ -47,6 +48,8 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def _reason(node: fx.Node, found: Discovery, traced: Traced, scaled: bool) -> tuple[str, str]:
     """Return why an op is refused and the fix, or empty strings. `scaled`: gradients are scaled for fp16."""
+    if op_name(node) == "_varlen_attn":
+        return "takes sequences of several lengths in one row, which no plan can cut into samples", PADDED
     if not found.tried:
         return (
             f"cannot be proved to treat samples independently: {found.reason}",

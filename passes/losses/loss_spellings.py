@@ -181,6 +181,22 @@ def _elementwise(index: int, rows: bool = False) -> Callable[[_SumWriter], fx.No
     return write
 
 
+def _ctc(w: _SumWriter) -> fx.Node | None:
+    """Write Σ l, or Σ l / max(1, labels of the sample) over the number of samples."""
+    call = op_call(w.node)
+    blank, reduction = call.arg(4, "blank", 0), call.arg(5, "reduction", MEAN)
+    if reduction not in (MEAN, SUM) or info(w.node.all_input_nodes[0]).ndim != 3:
+        return None
+    samples, dtype = info(w.node.all_input_nodes[0]).shape[1], info(w.node).dtype
+    args = (*w.node.args[:4], blank, 0, call.arg(6, "zero_infinity", False))
+    losses = w.op(aten.ctc_loss.Tensor, args, (samples,), dtype)
+    if reduction == MEAN:
+        lengths = w.same(aten.clamp.default, w.to(w.node.args[3], dtype), 1)  # type: ignore[arg-type]
+        losses = w.op(aten.div.Tensor, (losses, lengths), (samples,), dtype)
+    total = w.op(aten.sum.default, (losses,), (), dtype)
+    return total if reduction == SUM else w.over(total, w.count(samples))
+
+
 def _broadcast(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ...]:
     a, b = (1,) * (len(b) - len(a)) + tuple(a), (1,) * (len(a) - len(b)) + tuple(b)
     return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
@@ -261,6 +277,7 @@ SPELLINGS: Mapping[Any, Callable[[_SumWriter], fx.Node | None]] = {
     aten.binary_cross_entropy_with_logits.default: _elementwise(4),
     aten.cosine_embedding_loss.default: _elementwise(4, rows=True),
     aten.cross_entropy_loss.default: _cross_entropy,
+    aten.ctc_loss.Tensor: _ctc,
     aten.hinge_embedding_loss.default: _elementwise(3),
     aten.huber_loss.default: _elementwise(2),
     aten.kl_div.default: _elementwise(2),

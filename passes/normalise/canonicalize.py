@@ -5,16 +5,19 @@ Grouped matrix products (mixture of experts) become `ops.grouped_mm`, whichever 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.batch.batch_dims import counts_samples
+from autoptd.passes.batch.batch_dims import counts_samples, grows
 from autoptd.passes.graph import WRITTEN_FOR, info, infos, op_name, write_op
 from autoptd.passes.opcall import Size, TensorInfo
+from autoptd.passes.rules.views import quotient
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -141,28 +144,60 @@ _ADDS_BY_INDEX: Mapping[Any, Callable[..., tuple[fx.Node, fx.Node] | None]] = {
 
 
 def write_equal_bags_as_embedding(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite `embedding_bag` over bags of one length, as of a matrix of ids, to a lookup and a sum or mean."""
+    """Rewrite `embedding_bag` over bags of one length, as of a matrix of ids: a lookup and a sum, mean or maximum."""
     for node in list(graph.nodes):
         if node.op != "call_function" or op_name(node) != "embedding_bag" or {u.args[1] for u in node.users} != {0}:
             continue
         weight, ids, offsets, scaled, mode, sparse, scores, last, padding = node.args + _BAG[len(node.args) :]
         (bags, width), length = infos(node)[0].shape, _bag_length(offsets)
-        if length is None or scaled or sparse or last or padding is not None:
+        padded = padding is not None and padding >= 0
+        if length is None or sparse or last or (padded and mode == _MAXIMUM):
             continue
         with graph.inserting_before(node):
-            made = write_op(graph, node, aten.reshape.default, (ids, [bags, length]), (bags, length), info(ids).dtype)
-            made = write_op(graph, node, aten.embedding.default, (weight, made), (bags, length, width))
+            ids = write_op(graph, node, aten.reshape.default, (ids, [bags, length]), (bags, length), info(ids).dtype)
+            made = write_op(graph, node, aten.embedding.default, (weight, ids, -1, scaled), (bags, length, width))
+            real = _real_rows(graph, node, ids, padding, info(made).dtype) if padded else None
             if scores is not None:
-                column = [bags, length, 1]
-                scores = write_op(graph, node, aten.reshape.default, (scores, column), tuple(column))
-                made = write_op(graph, node, aten.mul.Tensor, (made, scores), (bags, length, width))
-            made = write_op(graph, node, _OF_BAG[mode], (made, [1]), (bags, width))
+                column = (bags, length, 1)
+                scores = write_op(graph, node, aten.reshape.default, (scores, list(column)), column)
+                made = write_op(graph, node, aten.mul.Tensor, (made, scores), info(made).shape)
+            made = _of_bag(graph, node, made, mode, real)
         for user in list(node.users):
             user.replace_all_uses_with(made)
 
 
+_SUM, _MEAN, _MAXIMUM = 0, 1, 2  # torch's modes of embedding_bag
 _BAG: tuple[Any, ...] = (None, None, None, False, 0, False, None, False, None)  # defaults of embedding_bag
-_OF_BAG = {0: aten.sum.dim_IntList, 1: aten.mean.dim}  # a maximum is left, and refused
+
+
+def _real_rows(graph: fx.Graph, node: fx.Node, ids: fx.Node, padding: int, dtype: torch.dtype) -> fx.Node:
+    """Write 0 for ids of padding and 1 for others: [bags, length, 1]."""
+    shape = info(ids).shape
+    real = write_op(graph, node, aten.ne.Scalar, (ids, padding), shape, torch.bool)
+    real = write_op(graph, node, aten.unsqueeze.default, (real, 2), (*shape, 1), torch.bool)
+    return write_op(graph, node, aten.to.dtype, (real, dtype), (*shape, 1), dtype)
+
+
+def _of_bag(graph: fx.Graph, node: fx.Node, rows: fx.Node, mode: int, real: fx.Node | None) -> fx.Node:
+    """Write the sum, mean or maximum of each bag's rows, those of padding left out where `real` is 0.
+
+    The gradient of a maximum goes to one row, as in torch.
+    """
+    bags, length, width = info(rows).shape
+    if mode == _MAXIMUM:
+        chosen = write_op(graph, node, aten.argmax.default, (rows, 1, True), (bags, 1, width), torch.int64)
+        found = write_op(graph, node, aten.gather.default, (rows, 1, chosen), (bags, 1, width))
+        return write_op(graph, node, aten.select.int, (found, 1, 0), (bags, width))
+    if real is None:
+        op = aten.sum.dim_IntList if mode == _SUM else aten.mean.dim
+        return write_op(graph, node, op, (rows, [1]), (bags, width))
+    rows = write_op(graph, node, aten.mul.Tensor, (rows, real), (bags, length, width))
+    total = write_op(graph, node, aten.sum.dim_IntList, (rows, [1]), (bags, width))
+    if mode == _SUM:
+        return total
+    count = write_op(graph, node, aten.sum.dim_IntList, (real, [1]), (bags, 1), info(real).dtype)
+    count = write_op(graph, node, aten.clamp.default, (count, 1), (bags, 1), info(real).dtype)
+    return write_op(graph, node, aten.div.Tensor, (total, count), (bags, width))
 
 
 def _bag_length(offsets: Any) -> int | None:
@@ -217,11 +252,19 @@ _NAMED_PADDING = {
 
 
 def write_casts_with_their_type(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite `x.type_as(y)` and `x.to(y)`, which read no value of y, to `x.to(dtype)`."""
+    """Rewrite `x.type_as(y)` and `x.to(y)`, which read no value of y, to `x.to(dtype)`, and casts of numbers.
+
+    torch's decomposition of `20 * x` under vmap casts the number itself, which is no tensor outside of it.
+    """
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in (aten.type_as.default, aten.to.other):
+        if node.op != "call_function":
+            continue
+        if node.target in (aten.type_as.default, aten.to.other):
             node.target = aten.to.dtype
             node.args, node.kwargs = (node.args[0], info(node).dtype), {}
+        elif node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+            node.target = aten.scalar_tensor.default
+            node.args, node.kwargs = (node.args[0],), {"dtype": info(node).dtype}
 
 
 def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
@@ -247,6 +290,32 @@ def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
             dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
             node.target = aten.chunk.default
             node.args, node.kwargs = (node.args[0], len(parts), dim), {}
+
+
+def write_slices_of_samples_as_chunk(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite a slice that is one of several equal parts of a dim that counts samples to a part of `chunk`.
+
+    So are halves of `cat([chosen, rejected])`, by `x[:n]` and `x[n:]`.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.slice.Tensor:
+            continue
+        x, dim, start, _, step = node.args + _SLICE[len(node.args) :]
+        whole, part = info(x).shape[dim], info(node).shape[dim]
+        if step != 1 or not (grows(whole) and grows(part)):
+            continue
+        start = sympy.sympify(start or 0)
+        count, before = quotient(whole, part), quotient(whole + start if (-start).is_positive else start, part)
+        if not isinstance(count, int) or not isinstance(before, int) or count < 2 or not 0 <= before < count:
+            continue
+        with graph.inserting_before(node):
+            parts = graph.call_function(aten.chunk.default, (x, count, dim))
+            picked = graph.call_function(operator.getitem, (parts, before))
+        parts.meta, picked.meta = {**node.meta, "info": (node.meta["info"],) * count}, dict(node.meta)
+        node.replace_all_uses_with(picked)
+
+
+_SLICE: tuple[Any, ...] = (None, 0, None, None, 1)  # defaults of slice
 
 
 def write_addmm_as_linear(graph: fx.Graph, traced: Traced) -> None:

@@ -37,6 +37,7 @@ from autoptd.passes.normalise.canonicalize import (
     write_masked_put_as_where,
     write_native_dropout_as_dropout,
     write_parts_of_expanded,
+    write_slices_of_samples_as_chunk,
     write_sums_by_index,
     write_views_as_reshape,
 )
@@ -128,6 +129,7 @@ PREPARE: list[Pass] = [
     write_parts_of_expanded,
     write_views_as_reshape,
     write_equal_splits_as_chunk,
+    write_slices_of_samples_as_chunk,
     write_addmm_as_linear,
     write_einsums_as_products,
     write_grouped_mm,

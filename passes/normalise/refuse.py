@@ -8,8 +8,7 @@ from torch import Tensor, fx
 from autoptd.errors import UnsupportedOp
 from autoptd.ops import library as ops
 from autoptd.passes.graph import op_name, source_line
-from autoptd.passes.opcall import is_random
-from autoptd.passes.random.draws import given_of
+from autoptd.passes.random.draws import draws, given_of
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -18,7 +17,7 @@ aten = torch.ops.aten
 def refuse_random(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp for random ops whose numbers are not keyed, so that they would depend on the plan."""
     for node in graph.nodes:
-        if node.op == "call_function" and is_random(node.target) and node.target not in _KEYED and _draws(node):
+        if node.op == "call_function" and node.target not in _KEYED and draws(node.target, node.args, node.kwargs):
             raise UnsupportedOp(
                 f"{node.target} draws random numbers in a way that is not written as draws for each element",
                 where=source_line(node),
@@ -28,17 +27,8 @@ def refuse_random(graph: fx.Graph, traced: Traced) -> None:
 
 _KEYED = frozenset({aten.dropout.default, aten.scaled_dot_product_attention.default, *ops.DRAWS})
 _AS_INPUT = "draw them outside the model and pass them as an input"
-_SINGLE = "leave out the dropout= argument of an LSTM or GRU, and put nn.Dropout between single layers"
-_WAYS_OUT = dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _SINGLE)
-
-
-_DRAWS_NOTHING = {"dropout": 0, "p": 0, "train": False, "training": False, "num_layers": 1}  # LSTM: between layers only
-
-
-def _draws(node: fx.Node) -> bool:
-    """Return whether a call of a random op draws numbers: an LSTM without dropout is the same op as one with it."""
-    given = given_of(node.target, node.args, node.kwargs)
-    return not any(name in given and given[name] == value for name, value in _DRAWS_NOTHING.items())
+_MODULES = "use nn.LSTM, nn.GRU or nn.RNN, whose dropout between layers is drawn by key"
+_WAYS_OUT = dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _MODULES)
 
 
 def refuse_sparse(graph: fx.Graph, traced: Traced) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples, makes_new, place_by_shape, sample_place
 from autoptd.passes.graph import WRITTEN_FOR, info, operands, user_op_name, write_op
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.opcall import TensorInfo, is_random
 from autoptd.passes.random.distributions import DISTRIBUTIONS, Shape
 from autoptd.passes.rules.views import same
 from autoptd.passes.trace.traced import Traced
@@ -51,6 +51,17 @@ def given_of(target: Any, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
     schema = target._schema.arguments
     names = [a.name for a in schema]
     return {a.name: a.default_value for a in schema} | dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+_DRAWS_NOTHING = {"dropout": 0, "p": 0, "train": False, "training": False, "num_layers": 1}  # LSTM: between layers only
+
+
+def draws(target: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Return whether a call draws random numbers: an LSTM without dropout is the same op as one with it."""
+    if not is_random(target):
+        return False
+    given = given_of(target, args, kwargs) if isinstance(target, torch._ops.OpOverload) else {}
+    return not any(name in given and given[name] == value for name, value in _DRAWS_NOTHING.items())
 
 
 def _result(node: fx.Node) -> tuple[Shape, torch.dtype]:

@@ -20,6 +20,7 @@ from autoptd.passes.rules import op_notations as n
 from autoptd.passes.rules.convolutions import conv, conv_groups
 from autoptd.passes.rules.factors import Implementation, Rule
 from autoptd.passes.rules.local_arguments import copies, inner_shape, length, part_sizes, shape
+from autoptd.passes.rules.sequences import ctc, recurrent
 from autoptd.passes.rules.views import view
 
 aten = torch.ops.aten
@@ -112,6 +113,7 @@ FACTORY = Rule(n.whole)
 DRAW = Rule(n.drawn, local=shape(0))
 STATISTIC = Rule(n.reduce())
 PLANE = Rule(n.pool(2))
+RECURRENT = Rule(recurrent)
 
 RULES: Mapping[Callable[..., Any], Rule] = {
     aten.__and__.Tensor: POINTWISE,
@@ -166,6 +168,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.cosh.default: POINTWISE,
     aten.cosine_embedding_loss.default: Rule(n.row_loss(4)),
     aten.cross_entropy_loss.default: Rule(n.class_loss),
+    aten.ctc_loss.Tensor: Rule(ctc),
     aten.cumsum.default: Rule(n.unsplittable(), first),
     aten.detach.default: CAST,
     aten.detach_.default: CAST,
@@ -198,6 +201,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.gelu.default: POINTWISE,
     aten.glu.default: Rule(n.splits_backward),
     aten.group_norm.default: Rule(n.samples),
+    aten.gru.input: RECURRENT,
     aten.gt.Scalar: POINTWISE,
     aten.gt.Tensor: POINTWISE,
     aten.hardsigmoid.default: POINTWISE,
@@ -229,6 +233,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.logical_not.default: POINTWISE,
     aten.logical_or.default: POINTWISE,
     aten.logsumexp.default: STATISTIC,
+    aten.lstm.input: RECURRENT,
     aten.lt.Scalar: POINTWISE,
     aten.lt.Tensor: POINTWISE,
     aten.margin_ranking_loss.default: Rule(n.loss(4)),
@@ -288,6 +293,8 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.repeat_interleave.self_int: Rule(n.repeat_interleave, first, copies),
     aten.reshape.default: RESHAPE,
     aten.rms_norm.default: Rule(n.normalised),
+    aten.rnn_relu.input: RECURRENT,
+    aten.rnn_tanh.input: RECURRENT,
     aten.roll.default: Rule(n.unsplittable(2, "dims", None), first),
     aten.round.default: POINTWISE,
     aten.rsqrt.default: POINTWISE,

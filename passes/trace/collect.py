@@ -99,7 +99,8 @@ def _name_symbols(
         raise TraceError(
             f"the model bakes the batch size {batch} of input {baked[0]!r} into its graph",
             where=_baked_at(graph, max(2, batch)),
-            fix="write shapes with x.size(0) or -1 instead of numbers, or remove branches on the batch size",
+            fix="write shapes with x.size(0) or -1 instead of numbers; remove branches on the batch size and loops "
+            "over samples",
         )
     return symbol, sizes, example
 

@@ -1,14 +1,19 @@
 """Fake CPU tensors, with shapes but no data, on which a model of any size is traced.
 
 The meta device would lose the values of constants that `forward` creates, such as the index of `x[..., [-1]]`.
-`FakeTensorMode` is private to torch (seen in 2.13.0); no other file of autoptd imports it.
+`FakeTensorMode` and `fake_impls` are private to torch (seen in 2.13.0); no other file of autoptd imports them.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch._dynamo.config
+from torch import Tensor
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -26,3 +31,28 @@ def without_shape_cache() -> AbstractContextManager[None]:
     """
     patched: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     return patched
+
+
+# ---- ctc_loss, to which torch gives no shapes: its table of paths, which is no result, is as wide as a target
+
+
+def _ctc_shapes(log_probs: Tensor, targets: Tensor, *unused: object) -> tuple[Tensor, Tensor]:
+    """Return losses of each sample, and a table as wide as if all targets were as long as the longest may be."""
+    steps, samples, _ = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * targets.shape[-1] + 1)
+
+
+_META = torch.library.Library("aten", "IMPL", "Meta")
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_ctc_loss.Tensor", "Meta"):
+    _META.impl("_ctc_loss.Tensor", _ctc_shapes)
+    _META.impl("_ctc_loss_backward.Tensor", lambda grad, log_probs, *_: torch.empty_like(log_probs))
+
+
+def with_ctc_shapes() -> AbstractContextManager[Any]:
+    """Return a context manager in which fake tensors take the shapes above."""
+
+    def shapes(mode: FakeTensorMode, _: object, *args: Any, **__: object) -> tuple[Tensor, Tensor]:
+        with mode:
+            return _ctc_shapes(*args)
+
+    return patch.dict(fake_impls.op_implementations_dict, {torch.ops.aten._ctc_loss.Tensor: shapes})

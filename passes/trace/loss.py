@@ -20,7 +20,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from keyword import iskeyword
 from typing import Any
@@ -29,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, nearest
+from autoptd.nest import Nest, tensors_of
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 from autoptd.passes.traced_reads import TracedReads
 
 TARGET = "targets"  # the name of a single target in a batch
 
-Targets = Tensor | Mapping[str, Tensor]
+Targets = Tensor | Mapping[str, Any]
 
 
 class LossArguments(Enum):
@@ -53,7 +54,8 @@ class Objective:
 
     `targets`: names of batch entries that are passed to the loss and not to `forward`. `child`: path, inside the model,
     of the module that is the loss or owns it as a method; None if that is no trained module. `outside`: the user's
-    model does not contain that module; `joined` added it.
+    model does not contain that module; `joined` added it. `nest`: structures of the arguments of `forward` and the
+    loss; batches and targets hold their tensors by flat name.
     """
 
     loss: Callable[..., Tensor] | None = None
@@ -61,14 +63,15 @@ class Objective:
     targets: tuple[str, ...] = ()
     child: str | None = None
     outside: bool = False
+    nest: Nest = field(default_factory=Nest)
 
     def value(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of a batch. `model` is the one that `joined` returned. Raises InputsError if no scalar."""
         return self.of_outputs(model(**self.inputs_of(batch)), batch, self.callable_of(model))
 
-    def inputs_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries of a batch that are arguments of `forward`."""
-        return {name: x for name, x in batch.items() if name not in self.targets}
+    def inputs_of(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of `forward`, made of a batch."""
+        return self.nest.nested({name: x for name, x in batch.items() if name not in self.targets})
 
     def of_outputs(self, out: Any, batch: Mapping[str, Tensor], loss: Callable[..., Tensor] | None) -> Tensor:
         """Return the scalar to minimise, given the result of `forward`. Raises InputsError if there is none."""
@@ -80,12 +83,12 @@ class Objective:
                 where="loss",
                 fix=f"select the tensor: loss=lambda outputs, target: {_name(loss)}(outputs…, target)",
             )
-        targets = {name: batch[name] for name in self.targets}
+        targets = self.nest.nested({name: batch[name] for name in self.targets}, fixed=False)
         match self.form:
             case LossArguments.OUTPUTS:
                 return _scalar(loss(out), loss)
             case LossArguments.INPUTS:
-                return _scalar(loss(out, batch), loss)
+                return _scalar(loss(out, self.nest.nested(batch)), loss)
             case LossArguments.TARGET:
                 return _scalar(loss(out, *targets.values()), loss)
             case LossArguments.KEYWORDS:
@@ -155,20 +158,24 @@ class Loss(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         with RefuseUnregistered(self.model, self.original), TracedReads():
-            given = {
-                name: x.to(self.casts[name]) if name in self.casts else x
-                for name, x in self.objective.inputs_of(inputs).items()
-            }
+            cast = {name: x.to(self.casts[name]) if name in self.casts else x for name, x in inputs.items()}
             loss = self.objective.callable_of(self.model)
-            return self.objective.of_outputs(self.model(**given), inputs, loss)
+            return self.objective.of_outputs(self.model(**self.objective.inputs_of(cast)), inputs, loss)
 
 
 def read_objective(
-    loss: Callable[..., Tensor] | Objective | None, inputs: Mapping[str, Tensor], targets: Targets | None = None
+    loss: Callable[..., Tensor] | Objective | None,
+    inputs: Mapping[str, Tensor],
+    targets: Targets | None = None,
+    nest: Nest | None = None,
 ) -> tuple[Objective, dict[str, Tensor]]:
-    """Return the objective and the targets by name. Raises InputsError if loss, inputs and targets do not fit."""
+    """Return the objective and the targets by flat name. Raises InputsError if loss, inputs and targets do not fit.
+
+    inputs: by flat name as well. nest: the structures of inputs and targets; None: inputs have none.
+    """
     if isinstance(loss, Objective):
-        return loss, name_targets(targets)
+        return loss, loss.nest.flat(name_targets(targets))
+    nest = Nest.of(name_targets(targets)) if nest is None else nest
     if loss is None:
         if targets is not None:
             raise InputsError(
@@ -176,23 +183,23 @@ def read_objective(
                 where="targets",
                 fix="pass loss=, such as loss=nn.CrossEntropyLoss(); arguments of forward belong in inputs=",
             )
-        return Objective(), {}
+        return Objective(nest=nest), {}
     if not callable(loss):
         raise InputsError(
             f"loss is of type {type(loss).__name__}", where="loss", fix="pass a function of the model's outputs"
         )
     loss = unwrap(loss) if isinstance(loss, nn.Module) else loss
-    named = name_targets(targets)
+    named = nest.flat(name_targets(targets))
     _check_targets(named, inputs, loss, single=isinstance(targets, Tensor))
-    return Objective(loss, _form(loss, targets), tuple(named)), named
+    return Objective(loss, _form(loss, targets), tuple(named), nest=nest), named
 
 
-def name_targets(targets: Targets | None) -> dict[str, Tensor]:
-    """Return the targets by their names in a batch. Raises InputsError unless they are a tensor or map to tensors."""
+def name_targets(targets: Targets | None) -> dict[str, Any]:
+    """Return the targets by their names in a batch. Raises InputsError unless each is a tensor or holds some."""
     if targets is None:
         return {}
     named = {TARGET: targets} if isinstance(targets, Tensor) else targets
-    if not isinstance(named, Mapping) or not named or not all(isinstance(x, Tensor) for x in named.values()):
+    if not isinstance(named, Mapping) or not named or not all(any(True for _ in tensors_of(x)) for x in named.values()):
         raise InputsError(
             f"targets is {_described(targets)}, neither a tensor nor a mapping of tensors",
             where=TARGET,
@@ -309,7 +316,8 @@ def _scalar(value: Any, loss: Callable[..., Tensor]) -> Tensor:
     if isinstance(value, Tensor) and value.ndim == 0:
         return value
     if not isinstance(value, Tensor):
-        fix = "return the scalar tensor to minimise"
+        several = _several(value, "losses")
+        fix = f"return their sum: {several}" if several else "return the scalar tensor to minimise"
     elif getattr(loss, "reduction", None) == "none":
         fix = f"reduce it: {_name(loss)}(reduction='mean')"
     else:
@@ -334,12 +342,28 @@ def _scalar_in(out: Any) -> Tensor:
         value = None
     if not isinstance(value, Tensor) or value.ndim != 0:
         kind = f"a tensor of {value.ndim} dims" if isinstance(value, Tensor) else _described(out)
+        if several := _several(out, "losses"):
+            raise InputsError(
+                f"the model returns several losses, {kind}",
+                where="loss",
+                fix=f"say what is minimised: loss=lambda losses: {several}, or a weighted sum",
+            )
         raise InputsError(
             f"the model returns {kind}, which holds no scalar loss",
             fix="return a scalar, an object with .loss, or a mapping with 'loss'; or pass loss=lambda outputs: …, "
             "or loss=lambda outputs, target: … with targets=",
         )
     return value
+
+
+def _several(value: Any, name: str) -> str:
+    """Return the code that sums a mapping or sequence of scalar tensors called `name`; "" for any other value."""
+    values = list(value.values()) if isinstance(value, Mapping) else value
+    if not isinstance(values, (list, tuple)) or not values:
+        return ""
+    if not all(isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point() for x in values):
+        return ""
+    return f"sum({name}.values())" if isinstance(value, Mapping) else f"sum({name})"
 
 
 def _described(value: Any) -> str:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoptd.errors import InputsError
 from autoptd.passes.trace.traced import PRECISIONS
 
 
@@ -49,11 +52,45 @@ def computed_tensors(model: nn.Module) -> list[Tensor]:
 
 def without_caches(model: nn.Module) -> nn.Module:
     """Disable the key-value caches of Hugging Face models: generation reads them, the loss does not."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            config.use_cache = False
+    for config in _caching(model):
+        config.use_cache = False
     return model
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    """Return the configurations of a model's modules that ask for a key-value cache."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in configs if getattr(config, "use_cache", None) is True]
+
+
+@contextmanager
+def refuse_packing_beside_cache(model: nn.Module, inputs: Collection[str]) -> Iterator[None]:
+    """Wrap a trace of a copy of `model` made by `without_caches`: refuse packed sequences that `model` does not see.
+
+    transformers reads from `position_ids` which tokens belong together, but only where no cache is made. The trace
+    would therefore keep sequences apart that the user's model, with its cache, does not. Raises InputsError.
+    `find_packed_sequence_indices` is private to transformers (seen in 5.23).
+    """
+    masks, reader = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    if "position_ids" not in inputs or not hasattr(masks, reader) or not _caching(model):
+        yield
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise InputsError(
+            "position_ids are given to a model with config.use_cache=True: where transformers makes a cache, it "
+            "ignores that positions start again, and packed sequences see each other",
+            where="position_ids",
+            fix="set model.config.use_cache = False to keep packed sequences apart; or pass attention_mask as well, "
+            "which says the same for all tokens of a row",
+        )
+
+    kept = getattr(masks, reader)
+    setattr(masks, reader, refuse)
+    try:
+        yield
+    finally:
+        setattr(masks, reader, kept)
 
 
 def prepare_norms(model: nn.Module) -> nn.Module:

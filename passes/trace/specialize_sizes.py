@@ -22,9 +22,12 @@ InputDim = tuple[str, int]  # an input and one of its dims
 
 
 def picture_dims(specs: Mapping[str, tuple[Any, torch.dtype]]) -> frozenset[InputDim]:
-    """Return the dims of pictures and videos, other than the batch."""
+    """Return the dims of pictures and videos, other than the batch, and height and width of labels for their pixels."""
     pictures = {name: shape for name, (shape, dtype) in specs.items() if dtype.is_floating_point and len(shape) >= 4}
-    return frozenset((name, dim) for name, shape in pictures.items() for dim in range(1, len(shape)))
+    sizes = {tuple(shape[-2:]) for shape in pictures.values()}
+    maps = {n: len(shape) for n, (shape, _) in specs.items() if len(shape) > 2 and tuple(shape[-2:]) in sizes}
+    every = [(name, dim) for name, shape in pictures.items() for dim in range(1, len(shape))]
+    return frozenset(every + [(name, ndim - back) for name, ndim in maps.items() for back in (1, 2)])
 
 
 def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) -> frozenset[InputDim]:

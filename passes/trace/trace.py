@@ -20,6 +20,7 @@ from torch.export import Dim
 from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
+from autoptd.passes.flex_attention import dense_flex_attention
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.known.numpy_functions import NUMPY
@@ -36,17 +37,18 @@ from autoptd.passes.normalise.view_writes import (
 )
 from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
+from autoptd.passes.recurrence import layer_by_layer
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
-from autoptd.passes.trace.fake import fake_cpu, without_shape_cache
+from autoptd.passes.trace.fake import fake_cpu, with_ctc_shapes, without_shape_cache
 from autoptd.passes.trace.lean_export import lean_export, silent_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
-from autoptd.passes.trace.skeleton import prepare_norms, skeleton, without_caches
+from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
-from autoptd.passes.trace.trace_errors import explain, not_copied, placed
+from autoptd.passes.trace.trace_errors import PADDED, explain, not_copied, placed
 from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
 
 
@@ -226,12 +228,16 @@ class _Exporter:
             with (
                 without_collector(),
                 without_shape_cache(),
+                with_ctc_shapes(),
                 lean_export(),
                 silent_export(),
                 refuse_own_draws(self.model),
+                refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss),
                 random_code(self.skips),
                 replaced_functions(self.model, NUMPY | SCANS),
+                dense_flex_attention(),
+                layer_by_layer(),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(
@@ -296,6 +302,10 @@ def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise InputsError(f"input {name!r} is {type(x).__name__}, not a tensor", fix="pass keyword tensors only")
+        if x.is_nested:
+            raise InputsError(
+                f"input {name!r} is a nested tensor of samples of several lengths", where=name, fix=PADDED
+            )
     if all(x.ndim == 0 for x in inputs.values()):
         raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sysconfig
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -12,6 +13,7 @@ import numpy as np
 import sympy
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
 from autoptd.passes.trace.loss import Loss
@@ -38,10 +40,23 @@ KEEP_TENSORS = (
 )
 
 
+PADDED = (
+    "pad the samples to one length and pass their lengths or a mask: attention takes a mask, and a recurrent layer's "
+    "last state is read by gather; or pack several sequences into a row, kept apart by a mask"
+)
+# code of torch for samples of several lengths, whose sizes are data -> what it is called
+_RAGGED = {
+    "torch/nested/": "nested tensors hold samples of several lengths",
+    "pack_padded_sequence": "pack_padded_sequence makes batches of several sizes",
+}
+
+
 def explain(error: Exception) -> TraceError:
     """Return torch.export's error as one sentence with the module path and the user's line."""
     text = str(error)
     where = _user_line(error) or _user_line_in(text)
+    if ragged := _ragged(error):
+        return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
     if "data-dependent" in text.lower() or unbacked or "GuardOnDataDependentSymNode" in type(error).__name__:
         what = _what_depends(text)
@@ -52,6 +67,17 @@ def explain(error: Exception) -> TraceError:
         where=where,
         fix="check that model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
     )
+
+
+def _ragged(error: BaseException) -> str:
+    """Return what an error has to do with samples of several lengths; "" if nothing."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        place = f"{Path(frame.f_code.co_filename).as_posix()} {frame.f_code.co_name}"
+        held = "PackedSequence" if any(isinstance(x, PackedSequence) for x in frame.f_locals.values()) else ""
+        for code, what in _RAGGED.items():
+            if code in place or (held and code == "pack_padded_sequence"):
+                return what
+    return ""
 
 
 def _what_depends(text: str) -> str:

@@ -57,9 +57,9 @@ def test_a_tuple_of_one_constant() -> None:
 class Bags(nn.Module):
     """Sparse features of one length, each bag in one row, as recommenders have them."""
 
-    def __init__(self, mode: str, weighted: bool) -> None:
+    def __init__(self, mode: str, weighted: bool, padding: int | None) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(20, WIDTH, mode=mode) for _ in range(2))
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, WIDTH, mode=mode, padding_idx=padding) for _ in range(2))
         self.last, self.weighted = nn.Linear(WIDTH, 4), weighted
 
     def forward(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -68,10 +68,17 @@ class Bags(nn.Module):
         return self.last(one * two).square().mean()
 
 
-@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False)])
-def test_bags_of_one_length(mode: str, weighted: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "weighted", "padding"),
+    [
+        *(("sum", False, None), ("sum", True, None), ("mean", False, None), ("max", False, None)),
+        *(("sum", False, 2), ("sum", True, 2), ("mean", False, 2)),
+    ],
+)
+def test_bags_of_one_length(mode: str, weighted: bool, padding: int | None) -> None:
     ids = torch.randint(20, (SAMPLES, 2, 3), generator=torch.Generator().manual_seed(2))
-    assert wrong(randomised(Bags(mode, weighted)), {"ids": ids, "scores": random(SAMPLES, 3)}) == []
+    ids[1], ids[2, :, 1:] = 2, 2  # bags of nothing but padding, if 2 stands for it
+    assert wrong(randomised(Bags(mode, weighted, padding)), {"ids": ids, "scores": random(SAMPLES, 3)}) == []
 
 
 class Prompted(Plain):
@@ -122,3 +129,31 @@ class Padded(nn.Module):
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_named_padding() -> None:
     assert wrong(randomised(Padded()), {"x": random(SAMPLES, 3, 4, 4)}) == []
+
+
+class Pairs(Plain):
+    """A preference loss of pairs that go through the model as one batch, as TRL has it."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        n = chosen.size(0)
+        score = super().forward(torch.cat([chosen, rejected])).sum(-1)
+        if self.form == "halves":  # of the batch: its rows are compared with each other
+            score, n = score[:n], n // 2
+        better, worse = {
+            "chunk": lambda: score.chunk(2),
+            "slices": lambda: (score[:n], score[n:]),
+            "both ends": lambda: (score[n : 2 * n], score[-n:]),
+            "from the end": lambda: (score[:-n], score[-n:]),
+            "halves": lambda: (score[:n], score[n : 2 * n]),
+        }[self.form]()
+        return -F.logsigmoid(better - 0.5 * worse).mean()
+
+
+@pytest.mark.parametrize("form", ["chunk", "slices", "both ends", "from the end", "halves"])
+def test_pairs_in_one_batch(form: str) -> None:
+    pairs = {"chosen": random(SAMPLES, WIDTH), "rejected": random(SAMPLES, WIDTH) - 0.3}
+    assert wrong(randomised(Pairs(form)), pairs) == []

@@ -57,6 +57,18 @@ def weights(classes: int) -> Tensor:
     return torch.linspace(0.5, 2.0, classes, dtype=torch.float64)
 
 
+def recurrent(gates: int, states: int, batch_first: bool, layers: int = 2, both: bool = False) -> tuple[Any, ...]:
+    """Return a call of a recurrent op: 4 samples, 3 steps, widths 6 and 5."""
+    directions, parameters = 1 + both, list[Tensor]()
+    for layer in range(layers):
+        width = 6 if layer == 0 else 5 * directions
+        for _ in range(directions):
+            parameters += [real(5 * gates, width), real(5 * gates, 5), real(5 * gates), real(5 * gates)]
+    x = real(4, 3, 6) if batch_first else real(3, 4, 6)
+    carried = [real(layers * directions, 4, 5) for _ in range(states)]
+    return x, carried if states > 1 else carried[0], parameters, True, layers, 0.0, False, both, batch_first
+
+
 Sample = tuple[Any, ...]  # positional arguments, and optionally a dict of keyword arguments last
 X = (4, 8)
 
@@ -148,6 +160,10 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 8, 2), whole(8, 4, 2), None, 2),
         (real(4, 8), positive(4, 8), weights(8), 2),
     ],
+    aten.ctc_loss.Tensor: [
+        (real(5, 4, 3), whole(2, 4, 2) + 1, torch.tensor([5, 4, 5, 3]), torch.tensor([2, 1, 0, 1]), 0, reduction)
+        for reduction in (0, 1, 2)
+    ],
     aten.cumsum.default: [(real(4, 8), -1)],
     aten.div.Scalar: [(real(*X), 3.0)],
     aten.div.Tensor: [(real(*X), positive(8)), (real(*X), 4.0), (3.0, positive(*X))],
@@ -173,6 +189,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.gather.default: [(real(4, 8), 1, whole(8, 4, 2)), (real(4, 8), 0, whole(4, 4, 6))],
     aten.glu.default: [(real(4, 8), -1)],
     aten.group_norm.default: [(real(4, 8, 3), 2, real(8), real(8))],
+    aten.gru.input: [recurrent(3, 1, True), recurrent(3, 1, False, 1, True)],
     aten.hinge_embedding_loss.default: [(real(4, 8), signs(4, 8), 1.0, 2)],
     aten.histc.default: [(fixed(8).abs(), 4, 0, 3), (fixed(4, 8).abs(), 4, 0, 4), (fixed(8).abs(), 4)],
     aten.huber_loss.default: [(real(4, 8), real(4, 8)), (real(4, 8), real(4, 8), 2)],
@@ -203,6 +220,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.log_softmax.int: [(real(4, 8), 1)],
     aten.logical_not.default: [(flags(*X),)],
     aten.logsumexp.default: [(real(4, 8), [1])],
+    aten.lstm.input: [recurrent(4, 2, True), recurrent(4, 2, False, 1, True)],
     aten.margin_ranking_loss.default: [(real(4, 8), real(4, 8), signs(4, 8), 0.1, 2)],
     aten.masked_fill.Scalar: [(real(4, 8), flags(8), 0.0), (real(4, 8), flags(4, 1), -1e4)],
     aten.masked_fill.Tensor: [(real(4, 8), flags(4, 8), torch.tensor(0.5, dtype=torch.float64))],
@@ -267,6 +285,8 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     ],
     aten.reshape.default: [(real(4, 12, 2), [4, -1]), (real(4, 24), [4, 3, 4, 2])],
     aten.rms_norm.default: [(real(4, 6, 8), [8], real(8)), (real(4, 8), [8])],
+    aten.rnn_relu.input: [recurrent(1, 1, True)],
+    aten.rnn_tanh.input: [recurrent(1, 1, False)],
     aten.roll.default: [(real(4, 8), [1], [1]), (real(4, 8), [2])],
     aten.rsub.Scalar: [(real(*X), 1.0)],
     aten.rsub.Tensor: [(real(*X), real(8))],

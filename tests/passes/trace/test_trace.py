@@ -304,6 +304,22 @@ def test_pictures_have_the_size_of_the_example() -> None:
     assert set(traced.sizes) == {BATCH}
 
 
+class Segments(nn.Module):
+    """A class for every pixel, after halving and doubling the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 2, stride=2), nn.ConvTranspose2d(4, 5, 2, stride=2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.up(self.down(x)), labels)
+
+
+def test_labels_of_pixels_have_the_size_of_the_picture() -> None:
+    labels = torch.empty(2, 8, 12, dtype=torch.int64)
+    assert set(trace(Segments(), {"x": torch.empty(2, 3, 8, 12), "labels": labels}).sizes) == {BATCH}
+
+
 class Bounded(nn.Module):
     """Weights for up to eight tokens, in whole pairs."""
 

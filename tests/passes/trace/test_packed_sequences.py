@@ -1,0 +1,49 @@
+"""Packed sequences of transformers, kept apart by position_ids that start again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import InputsError
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+
+transformers = pytest.importorskip("transformers")
+SAMPLES, TOKENS, WORDS = 4, 8, 24
+
+
+def model(use_cache: bool) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": WORDS}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": use_cache}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double().train()
+
+
+def batch(**more: Tensor) -> dict[str, Tensor]:
+    ids = torch.randint(WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(TOKENS).repeat(SAMPLES, 1)
+    for sample in range(SAMPLES):
+        positions[sample, 2 + sample :] -= 2 + sample
+    return {"input_ids": ids, "labels": ids, "position_ids": positions, **more}
+
+
+@pytest.mark.parametrize(("use_cache", "masked"), [(False, False), (True, True)])
+def test_trains_as_one_process(use_cache: bool, masked: bool) -> None:
+    plain = model(use_cache)
+    given = batch(attention_mask=torch.ones(SAMPLES, TOKENS, dtype=torch.int64)) if masked else batch()
+    asked: dict[str, Any] = {"world": 2, "cluster": "local", "batch": SAMPLES, "precision": "fp64", "optimizer": "sgd"}
+    parallel = autoptd.parallelize(plain, inputs=given, fix={"dp": 2}, optimizer_options={"lr": 0.1}, **asked)
+    ours = train_in_lockstep(parallel, [given])
+    alone = train_alone(plain, [given], loss=None, optimizer="sgd", optimizer_options={"lr": 0.1}, clip_norm=None)
+    assert {n: d for n, d in differences(ours.gradients, alone.gradients).items() if not d <= 1e-10} == {}
+
+
+def test_positions_that_a_model_with_a_cache_ignores_are_refused() -> None:
+    with pytest.raises(InputsError) as caught:
+        autoptd.plan(model(use_cache=True), inputs=batch(), world=2, cluster="local")
+    assert "use_cache=True" in caught.value.what
+    assert "config.use_cache = False" in caught.value.fix
