@@ -36,7 +36,7 @@ from autoptd.progress import Progress, Silent
 from autoptd.runtime.faults.heartbeat import Timeouts
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import Finite
-from autoptd.runtime.optimizer import read_groups
+from autoptd.runtime.optimizers.groups import read_groups
 from autoptd.runtime.torch_compile import DEFAULT
 from autoptd.search.constraints.options import read_constraints
 

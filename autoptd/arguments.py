@@ -10,7 +10,7 @@ import torch
 from autoptd.errors import AutoptdError, PlanError, nearest
 from autoptd.parallel import Optimizer
 from autoptd.plans.model import Plan
-from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer
+from autoptd.runtime.optimizers.groups import ParameterGroup, grouped, make_optimizer
 from autoptd.search.constraints.options import require_count
 
 OPTIMIZERS = ("adamw", "sgd")

@@ -11,12 +11,12 @@ one owner, the rank that counts it towards the gradient norm; owners write, all 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autoptd.checkpoint.regions import Ints, Region, regions
+from autoptd.layout.regions import Ints, Region, regions_of
 from autoptd.layout.layout import TensorSpec
 from autoptd.runtime.trainer import Trainer
 from autoptd.runtime.zero.param_buffers import ParameterShard
@@ -80,13 +80,8 @@ def _of_piece(trainer: Trainer, piece: ParameterShard, key: str, flat: Tensor) -
 
 
 def _regions(trainer: Trainer, spec: TensorSpec, start: int, stop: int) -> tuple[Region, ...]:
-    c, shape = trainer.communicators, tuple(spec.shape)
-    expert, own = spec.part(c.mesh, c.rank)
-    if spec.ep > 1:
-        shape = (shape[0] // spec.ep, *shape[1:])
-    found = regions(shape, spec.placement, c.tp.size, own, start, stop)
-    first = expert * shape[0] if spec.ep > 1 else 0
-    return tuple(replace(r, offsets=(r.offsets[0] + first, *r.offsets[1:])) if first else r for r in found)
+    c = trainer.communicators
+    return regions_of(spec, c.mesh, c.rank, start, stop)
 
 
 def copied(entries: Sequence[Entry]) -> list[Entry]:

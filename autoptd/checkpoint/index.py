@@ -25,7 +25,7 @@ import torch
 
 from autoptd.checkpoint.files import LOAD_OLDER, is_plain, read_json
 from autoptd.checkpoint.folder import INDEX
-from autoptd.checkpoint.regions import Ints
+from autoptd.layout.regions import Ints
 from autoptd.checkpoint.torch_files import DTYPES, is_shape, name_of
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError

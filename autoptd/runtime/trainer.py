@@ -31,7 +31,7 @@ from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
 from autoptd.runtime.lazy_tensor import Stored, own_part
 from autoptd.runtime.loss_scaling import Finite, LossScale
-from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
+from autoptd.runtime.optimizers.groups import Factory, ParameterGroup, grouped, make_optimizer
 from autoptd.runtime.zero.materialise import check_names, materialise, tied_groups
 from autoptd.runtime.zero.param_buffers import ParameterShard, squared_norm
 from autoptd.schedule import forward_only, training_step, with_communication

@@ -21,7 +21,7 @@ from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
-from autoptd.runtime.optimizer import NAMED, ParameterGroup, grouped
+from autoptd.runtime.optimizers.groups import NAMED, ParameterGroup, grouped
 
 if TYPE_CHECKING:
     from autoptd.api import Parallel

@@ -24,7 +24,7 @@ from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.graph import info
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH
-from autoptd.runtime.optimizer import NAMED
+from autoptd.runtime.optimizers.groups import NAMED
 from autoptd.verification.copies import copied
 from autoptd.verification.keyed import TYPES, Draw, Keyed, MoreDraws
 

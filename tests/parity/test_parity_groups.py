@@ -12,7 +12,7 @@ from torch import nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.layout.mesh import Mesh
-from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
+from autoptd.runtime.optimizers.groups import ParameterGroup, grouped, make_optimizer, read_groups
 from autoptd.testing.parity import Trained, train_alone, train_in_lockstep
 from tests.parity.parity_check import OPTIONS, batches, case, complaints, parallel, planned
 from tests.parity.parity_check import Variant as Way
