@@ -16,6 +16,7 @@ from autoptd.layout.placements import parse_placement
 from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.graph import infos
 from autoptd.passes.held_tensors import held_tensors
+from autoptd.passes.hidden_matrices import hidden_matrices
 from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
 from autoptd.plans.model import Plan
@@ -75,6 +76,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
     experts = expert_parameters(folded) if plan.mesh.ep > 1 else {}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
+    hidden = hidden_matrices(folded)
     owned, unused = name_blocks(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
     parameters = {
         name: TensorSpec(
@@ -87,6 +89,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             block=name.removesuffix(owned.get(name, name)).rstrip("."),
             idle=name in unused,
             ep=plan.mesh.ep if name in experts else 1,
+            hidden=name in hidden,
             over_tp=name in experts and plan.mesh.etp == 1 and plan.mesh.tp > 1,
         )
         for name in order

@@ -163,7 +163,7 @@ class PlanData(Part):
     batch: Count
     sizes: Annotated[dict[Word, Count], Field(max_length=100)]
     precision: Literal["bf16", "fp16", "fp32", "fp64"]
-    optimizer: Literal["adamw", "sgd", "custom"]
+    optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon", "custom", "custom-whole"]
     mesh: MeshSizes
     schedule: Schedule
     zero: Annotated[int, Field(ge=0, le=3)]

@@ -22,9 +22,10 @@ from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.graph import info
+from autoptd.passes.hidden_matrices import hidden_matrices
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH
-from autoptd.runtime.optimizers.groups import NAMED
+from autoptd.runtime.optimizers.groups import choose
 from autoptd.verification.copies import copied
 from autoptd.verification.keyed import TYPES, Draw, Keyed, MoreDraws
 
@@ -104,7 +105,8 @@ def train_plain(
     what the model raises.
     """
     model, objective = copied(source.model), source.objective.in_precision(torch.float64)
-    stepper = NAMED[optimizer](model.parameters(), **options)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stepper = choose(optimizer, options, (), trained, hidden_matrices(source.folded)).build(trained)
     steps: list[PlainStep] = []
     clip = 0.0
     for number, batch in enumerate(batches):
