@@ -79,11 +79,11 @@ def made(name: str) -> Made:
     return Made(parallel.plan, layout, parallel.program, parallel.initial_values())
 
 
-def trainer_of(c: Communicators, job: Made) -> Trainer:
+def trainer_of(c: Communicators, job: Made, optimizer: Any = "adamw", options: Mapping[str, Any] = OPTIONS) -> Trainer:
     with torch.device("meta"):
         cut = stage_axes(job.layout, c.cp, c.ep, c.dp)
         stages = [load_stage(job.program, k)(Axis(c.tp), **cut) for k in c.mesh.stages_of(c.stage)]
-    trainer = Trainer(stages, job.layout, c, "adamw", **OPTIONS)
+    trainer = Trainer(stages, job.layout, c, optimizer, **options)
     trainer.load_parameters(job.values)
     return trainer
 
