@@ -17,7 +17,7 @@ from tests.checkpoint.saved import Made, batch, made, session_of, trainer_of
 from tests.runtime.optimizers.whole_optimizers import Orthogonal
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "muon": ("muon", {"lr": 0.02, "adamw": {"lr": 1e-2}}),
+    "muon": ("muon", {"lr": 0.02, "adamw": {"lr": 1e-2, "eps": 1e-5}}),
     "adafactor": ("adafactor", {"lr": 0.02}),
     "orthogonal": (Orthogonal, {"lr": 0.02}),
 }
@@ -47,14 +47,15 @@ def run(c: Communicators, job: Made, name: str, root: str, steps: range, whole: 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "writer", "reader"), READ)
 def test_another_plan_goes_on(name: str, writer: str, reader: str, pool: ProcessPool, tmp_path: Path) -> None:
-    root, mesh = str(tmp_path), made(writer).layout.mesh
-    pool.run(mesh, run, made(writer), name, root, range(2), False)
-    expected = pool.run(mesh, run, made(writer), name, root, range(4))[0]
-    found = pool.run(made(reader).layout.mesh, run, made(reader), name, root, range(2, 4))
-    again = pool.run(mesh, run, made(writer), name, root, range(2, 4))[0]
+    """In float64: Muon rounds gradients to bfloat16, and in float32 other sums are often rounded otherwise."""
+    root, (first, second) = str(tmp_path), (made(each, "fp64") for each in (writer, reader))
+    pool.run(first.layout.mesh, run, first, name, root, range(2), False)
+    expected = pool.run(first.layout.mesh, run, first, name, root, range(4))[0]
+    found = pool.run(second.layout.mesh, run, second, name, root, range(2, 4))
+    again = pool.run(first.layout.mesh, run, first, name, root, range(2, 4))[0]
     for key, x in expected.items():
         assert torch.equal(again[key], x), key
-        assert all((mine[key] - x).norm() <= 1e-4 * x.norm() for mine in found), key
+        assert all((mine[key] - x).norm() <= 1e-12 * x.norm() for mine in found), key
 
 
 class Boxed(Orthogonal):
