@@ -116,8 +116,8 @@ def plan(
         batch: samples per optimizer step over all ranks. Default: 8 × world.
         seq: tokens per sample. Default: the model's maximum, at most 4,096.
         precision: "bf16" (default), "fp16" (with dynamic loss scaling), "fp32" or "fp64".
-        optimizer: "adamw", "sgd", "lion", "adafactor", "muon" (AdamW for all but hidden matrices), or a callable such as
-            `torch.optim.Adam` whose optimizer updates each parameter by itself.
+        optimizer: "adamw", "sgd", "lion", "adafactor", "muon" (AdamW for all but hidden matrices), or a callable such
+            as `torch.optim.Adam` whose optimizer updates each parameter by itself.
         clip_norm: limit of the global gradient norm. Default: no clipping.
         fix: choices made by hand, such as `{"tp": 8, "recompute": "full"}`; keys are `options.KNOWN`.
         assume: execution that the runtime cannot do, such as `{"kernels": "fused"}` (`assumed.ASSUMABLE`). Such a plan

@@ -167,7 +167,9 @@ def _check_states(where: Path, states: Mapping[int, Mapping[str, Entry]], traine
             alike.setdefault(updated[i].param.shape if updated[i].piece is None else None, []).append(i)
         for found in alike.values():
             expected = set().union(*(states[i] for i in found))
-            wrong += [f"{updated[i].name}: no {leaf} in it" for i in found for leaf in sorted(expected - set(states[i]))]
+            wrong += [
+                f"{updated[i].name}: no {leaf} in it" for i in found for leaf in sorted(expected - set(states[i]))
+            ]
     _refuse_on_all_ranks(where, "the checkpoint lacks state of the optimizer", wrong, trainer.communicators)
 
 
@@ -222,7 +224,9 @@ def _fill_optimizer(trainer: Trainer, states: Mapping[int, Mapping[str, Entry]],
         for param, number in zip(group["params"], own["params"], strict=True)
     }
     state["state"] = {
-        numbers[id(trainer.update.updated[i].param)]: {leaf: _value(entry, trainer.update.updated[i]) for leaf, entry in found.items()}
+        numbers[id(trainer.update.updated[i].param)]: {
+            leaf: _value(entry, trainer.update.updated[i]) for leaf, entry in found.items()
+        }
         for i, found in states.items()
     }
     state["param_groups"] = [

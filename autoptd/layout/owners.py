@@ -81,7 +81,7 @@ class Owners:
             if spec.trainable and self.pipeline_rank in ranks:
                 kind = "split" if isinstance(spec.placement, Split) else str(spec.placement)
                 buffers.setdefault((spec.dtype, kind, ranks, spec.ep > 1), {})[name] = spec
-        found = {}
+        found: dict[str, tuple[Bucket, Slot]] = {}
         for specs in buffers.values():
             sizes = [(name, math.prod(specs[name].local_shape(mesh.tp))) for name in reversed(list(specs))]
             blocks = {name: spec.unit for name, spec in specs.items()} if self.layout.zero >= 2 else None

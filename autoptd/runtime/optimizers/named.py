@@ -3,8 +3,8 @@
     elementwise  an element's update depends on that element alone: pieces of a flat buffer are updated
     whole        it depends on other elements of the same parameter: whole parameters are updated, at their owners
 
-A class outside the table is elementwise if it says so (`elementwise = True`), else whole, once a trial has shown that it
-updates each parameter by itself (`separable.py`).
+A class outside the table is elementwise if it says so (`elementwise = True`), else whole, once a trial has shown that
+it updates each parameter by itself (`separable.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reads: TypeAlias = Literal["elementwise", "whole"]
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """A class, whether it has a fused kernel, and the optimizer of all but hidden matrices, if it is for those alone."""
+    """A class, whether it has a fused kernel, and the optimizer of all but hidden matrices if it is for those only."""
 
     make: Factory
     fused: bool = False

@@ -36,7 +36,7 @@ def check_separable(build: Build, name: str) -> None:
                 _check(build, name, values, others, [[g * scale for g in step] for step in gradients], device)
         except PlanError:
             raise
-        except Exception as error:  # noqa: BLE001  whatever the user's optimizer raises
+        except Exception as error:
             what = f"{name} cannot step on a trial of two matrices: {type(error).__name__}: {error}"
             raise PlanError(what, where="optimizer", fix=_FIX) from error
 

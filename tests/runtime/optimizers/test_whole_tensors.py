@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from autoptd.layout.mesh import Mesh
-from autoptd.layout.owners import Owners
 from autoptd.runtime.comm.threaded import run_lockstep
-from autoptd.runtime.optimizers.whole_tensors import WholeTensors
 from tests.pairwise import pairwise
 from tests.runtime import tiny_model as tiny
 from tests.runtime.optimizers.whole_optimizers import Orthogonal
