@@ -1,8 +1,9 @@
 """Memory of one rank in bytes by category: model state, activations, and allocations outside tensors.
 
 Let n be the local elements (padding included), c and m the bytes of the compute and the main dtype, g those of a
-gradient (m, or c), k the number of moments (2 for adamw, 0 for sgd; `optimizers.py`), d the ranks that share the shards, u the elements
-of gradients that are unsharded at a time before their reduce-scatter, and r those of gathered parameters:
+gradient (m, or c), k the elements of optimizer state per element (2 for adamw, 0 for sgd; `UPDATE_COSTS`), d the ranks
+that share the shards, u the elements of gradients that are unsharded at a time before their reduce-scatter, and r those
+of gathered parameters:
 
     ZeRO       parameters          gradients        optimizer
     0          c n                 g n              m n (k + 1)        + 1 is the main copy: none where c is m
@@ -20,18 +21,19 @@ takes outside the allocator, and the driver's context.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from typing import Literal
 
 import sympy
 
-from autoptd.cost_models.optimizers import UPDATE_COSTS
 from autoptd.schedule import Alive
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 MAIN_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
-# per element; of an optimizer whose state depends on a parameter's shape (`optimizers.py`), the least
+# state per element; of an optimizer whose state depends on a parameter's shape (`UPDATE_COSTS`), the least
 MOMENTS = {"adamw": 2, "sgd": 0, "lion": 1, "adafactor": 0, "muon": 1, "custom": 2, "custom-whole": 2}
 GRADIENTS = ("main", "compute", "both")  # dtypes that gradients may be kept in
 
@@ -107,6 +109,68 @@ class Memory:
 def padded(numel: int, multiple: int) -> int:
     """Return `numel` rounded up to a multiple."""
     return -(-numel // multiple) * multiple
+
+
+# ---- optimizers ----
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """Costs of one optimizer's update. `whole`: the parameters that it updates as whole tensors.
+
+    State is counted in elements of the main dtype, for a parameter of n elements, whose matrices have r rows and c
+    columns: `2 n` are Adam's two moments, `n/r + n/c` Adafactor's two vectors.
+
+    Muon multiplies a matrix of r ≤ c (else its transpose) in each of 5 Newton-Schulz iterations: X Xᵀ and its product
+    with X take 2 r² c FLOPs each, the square of X Xᵀ 2 r³ (Jordan et al. 2024, Muon), in bfloat16 in torch 2.13.
+    """
+
+    state: str  # of a parameter
+    matrices: str = ""  # of those that it updates as whole tensors and that have two dims or more; "": as others
+    whole: Literal["none", "hidden", "all"] = "none"
+    iterations: int = 0  # Newton-Schulz iterations for each of these matrices
+
+    def elements(self, shape: Sequence[int], whole: bool) -> int:
+        """Return the elements of state of a parameter, which is updated as a whole tensor or not."""
+        text = self.matrices if whole and len(shape) > 1 and self.matrices else self.state
+        return state_elements(text, shape)
+
+    def flops(self, shape: Sequence[int]) -> int:
+        """Return the FLOPs of the products in the update of a whole parameter."""
+        if len(shape) < 2 or not self.iterations:
+            return 0
+        rows, columns = sorted(shape[-2:])
+        return self.iterations * math.prod(shape[:-2]) * (4 * rows**2 * columns + 2 * rows**3)
+
+    @property
+    def moments(self) -> int:
+        """Elements of state per element of a parameter that is not updated as a whole tensor."""
+        return state_elements(self.state, (1,))
+
+
+def state_elements(text: str, shape: Sequence[int]) -> int:
+    """Return the value of an expression such as `2 n` or `n/r + n/c` for a parameter. Raises ValueError."""
+    n, (rows, columns) = math.prod(shape), (1, *shape)[-2:]
+    values = {"n": n, "n/r": n // max(1, rows), "n/c": n // max(1, columns), "0": 0}
+    total = 0
+    for term in text.split(" + "):
+        factor, _, symbol = term.rpartition(" ")
+        if symbol not in values:
+            raise ValueError(f"unknown term {term!r} in {text!r}; known: {', '.join(values)}")
+        total += int(factor or 1) * values[symbol]
+    return total
+
+
+UPDATE_COSTS: Mapping[str, UpdateCost] = {
+    "adamw": UpdateCost("2 n"),
+    "sgd": UpdateCost("0"),
+    "lion": UpdateCost("n"),
+    "adafactor": UpdateCost("n", "n/r + n/c", "all"),
+    "muon": UpdateCost("2 n", "n", "hidden", 5),
+    # of one's own: as much state as AdamW
+    "custom": UpdateCost("2 n"),
+    "custom-whole": UpdateCost("2 n", whole="all"),
+}
 
 
 # ---- the state, as expressions ----

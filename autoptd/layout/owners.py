@@ -26,7 +26,7 @@ from autoptd.layout.placements import Split
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnedPart:
     """Elements [start, stop) of a rank's local parameter, which that rank updates under ZeRO."""
 
     rank: int
@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeParameter:
     """A parameter that is updated as a whole by one copy of the state: its parts there, and the owner's rank.
 
     `sources`: one of the ranks that hold the same elements, for each such set.
@@ -47,8 +47,8 @@ class Whole:
 
     name: str
     owner: int
-    parts: tuple[Part, ...]  # by rank
-    sources: tuple[Part, ...]
+    parts: tuple[OwnedPart, ...]  # by rank
+    sources: tuple[OwnedPart, ...]
 
 
 @dataclass(frozen=True)
@@ -90,55 +90,57 @@ class Owners:
                 found |= {slot.name: (bucket, slot) for slot in bucket.slots}
         return found
 
-    def _copies(self, name: str) -> list[dict[int, Part | None]]:
+    def _copies(self, name: str) -> list[dict[int, OwnedPart | None]]:
         """Return the ranks of each copy of the state, and each rank's elements of a parameter."""
         layout, spec = self.layout, self.held[name]
         (bucket, slot), width = self._slots[name], layout.sharing_of(spec)
-        copies: dict[int, dict[int, Part | None]] = {}
+        copies: dict[int, dict[int, OwnedPart | None]] = {}
         for rank in self.ranks:
             index = layout.mesh.group_of(rank, "edp" if spec.ep > 1 else "data").index(rank)
             copy, shard = divmod(index, width)
             mine = overlap(slot, bucket.shard(shard, width))
-            part = None if mine is None else Part(rank, mine.start - slot.start, mine.stop - slot.start)
+            part = None if mine is None else OwnedPart(rank, mine.start - slot.start, mine.stop - slot.start)
             copies.setdefault(copy, {})[rank] = part
         return [copies[i] for i in sorted(copies)]
 
     @cached_property
-    def wholes(self) -> tuple[Whole, ...]:
+    def wholes(self) -> tuple[WholeParameter, ...]:
         """Every whole parameter in each copy of the state. One that several ranks hold by themselves is on each."""
         load = dict.fromkeys(self.ranks, 0)
-        found: dict[str, list[Whole]] = {}
+        found: dict[str, list[WholeParameter]] = {}
         for name in sorted(self.held, key=lambda name: -math.prod(self.held[name].shape)):  # stable: ties in order
             numel = math.prod(self.held[name].shape)
             for copy in self._copies(name):
                 parts = tuple(part for part in copy.values() if part is not None)
                 alone = [part for part in parts if part.numel == numel]
                 if alone:
-                    found.setdefault(name, []).extend(Whole(name, p.rank, (p,), (p,)) for p in alone)
+                    found.setdefault(name, []).extend(WholeParameter(name, p.rank, (p,), (p,)) for p in alone)
                 else:
                     owner = min(copy, key=lambda rank: (load[rank], rank))
-                    found.setdefault(name, []).append(Whole(name, owner, parts, self._sources(name, owner, parts)))
+                    found.setdefault(name, []).append(
+                        WholeParameter(name, owner, parts, self._sources(name, owner, parts))
+                    )
                 for whole in found[name][-len(alone) or -1 :]:
                     load[whole.owner] += numel
         return tuple(whole for name in self.held for whole in found[name])
 
-    def _sources(self, name: str, owner: int, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    def _sources(self, name: str, owner: int, parts: tuple[OwnedPart, ...]) -> tuple[OwnedPart, ...]:
         """Return one of the ranks with each element: the owner itself if it is among them."""
         spec, mesh = self.held[name], self.layout.mesh
-        chosen: dict[object, Part] = {}
+        chosen: dict[object, OwnedPart] = {}
         for part in parts:
             key = spec.part(mesh, part.rank), part.start
             if key not in chosen or part.rank == owner:
                 chosen[key] = part
         return tuple(chosen.values())
 
-    def of(self, rank: int) -> tuple[Whole, ...]:
+    def of(self, rank: int) -> tuple[WholeParameter, ...]:
         """Return the parameters that a rank updates."""
         return tuple(whole for whole in self.wholes if whole.owner == rank)
 
-    def moved(self, dtypes: Mapping[str, torch.dtype], most: int) -> list[tuple[Whole, ...]]:
+    def moved(self, dtypes: Mapping[str, torch.dtype], most: int) -> list[tuple[WholeParameter, ...]]:
         """Return the parameters that are brought together, in rounds of one type and of `most` elements per rank."""
-        rounds: list[list[Whole]] = []
+        rounds: list[list[WholeParameter]] = []
         size, before = 0, None
         for whole in self.wholes:
             if len(whole.parts) == 1 and whole.parts[0].rank == whole.owner:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from autoptd.cost_models.memory import MAIN_BYTES, Memory, model_state
-from autoptd.cost_models.optimizers import UPDATE_COSTS
+from autoptd.cost_models.memory import MAIN_BYTES, UPDATE_COSTS, Memory, model_state
 from autoptd.layout.layout import Layout
 from autoptd.layout.owners import Owners
 from autoptd.layout.packing import Bucket, overlap, pack
@@ -181,7 +180,7 @@ def _state_of(
     ep: int,
     whole: frozenset[str],
 ) -> Memory:
-    """Return the state of the parameters that are split over `ep` ranks, without the optimizer's of those in `whole`."""
+    """Return the state of parameters that are split over `ep` ranks, without the optimizer's of those in `whole`."""
     tp, dp, sharing = layout.mesh.tp, layout.mesh.copies, 1
     alone, held, units, idle, frozen = 0, list[tuple[Hashable, int]](), list[Unit](), set[int](), dict[int, int]()
     for name, spec in layout.parameters.items():

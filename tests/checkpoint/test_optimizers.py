@@ -47,7 +47,7 @@ def run(c: Communicators, job: Made, name: str, root: str, steps: range, whole: 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "writer", "reader"), READ)
 def test_another_plan_goes_on(name: str, writer: str, reader: str, pool: ProcessPool, tmp_path: Path) -> None:
-    """In float64: Muon rounds gradients to bfloat16, and in float32 other sums are often rounded otherwise."""
+    """Compare in float64: Muon rounds gradients to bfloat16, sums of float32 in another order often otherwise."""
     root, (first, second) = str(tmp_path), (made(each, "fp64") for each in (writer, reader))
     pool.run(first.layout.mesh, run, first, name, root, range(2), False)
     expected = pool.run(first.layout.mesh, run, first, name, root, range(4))[0]

@@ -1,4 +1,4 @@
-"""Which optimizer updates which parameters, with which options: the arguments of `parallelize`, applied to a model."""
+"""Assignment of a model's parameters to optimizers and groups, from the arguments of `parallelize`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from autoptd.layout.owners import Owners, Part, Whole
+from autoptd.layout.owners import OwnedPart, Owners, WholeParameter
 from autoptd.layout.regions import regions_of
 from autoptd.ops.group import Group, SingleRankGroup
 from autoptd.runtime.comm.interfaces import Communicators
@@ -79,7 +79,7 @@ class WholeTensors:
         for parameter in self._moved:
             parameter.untyped_storage().resize_(0)
 
-    def _bring(self, each: Sequence[Whole], gradients: dict[str, Tensor]) -> None:
+    def _bring(self, each: Sequence[WholeParameter], gradients: dict[str, Tensor]) -> None:
         ranks, me = self._owners.ranks, self._rank
         leaving = [[(w, p) for w in each if w.owner == to for p in w.sources if p.rank == me] for to in ranks]
         coming = [[(w, p) for w in each if w.owner == me for p in w.sources if p.rank == by] for by in ranks]
@@ -91,7 +91,7 @@ class WholeTensors:
             self._fill(gradient, whole, part, next(found))
             self._fill(parameter.detach(), whole, part, next(found))
 
-    def _send_back(self, each: Sequence[Whole]) -> None:
+    def _send_back(self, each: Sequence[WholeParameter]) -> None:
         ranks, me = self._owners.ranks, self._rank
         leaving = [[(w, p) for w in each if w.owner == me for p in w.parts if p.rank == to] for to in ranks]
         coming = [[(w, p) for w in each if w.owner == by for p in w.parts if p.rank == me] for by in ranks]
@@ -102,10 +102,10 @@ class WholeTensors:
 
     def _exchange(
         self,
-        each: Sequence[Whole],
+        each: Sequence[WholeParameter],
         mine: Sequence[Tensor],
-        leaving: Sequence[Sequence[tuple[Whole, Part]]],
-        coming: Sequence[Sequence[tuple[Whole, Part]]],
+        leaving: Sequence[Sequence[tuple[WholeParameter, OwnedPart]]],
+        coming: Sequence[Sequence[tuple[WholeParameter, OwnedPart]]],
         times: int,
     ) -> Iterator[Tensor]:
         """Exchange `times` tensors for each part; return those that come. A collective, whatever this rank has."""
@@ -121,15 +121,15 @@ class WholeTensors:
         held = [*self.parameters.values(), *(piece.param for piece in self._pieces.values())]
         return held[0].device if held else torch.device("cpu")
 
-    def _piece(self, whole: Whole) -> ParameterShard:
+    def _piece(self, whole: WholeParameter) -> ParameterShard:
         return self._pieces[whole.name]
 
-    def _fill(self, out: Tensor, whole: Whole, part: Part, flat: Tensor) -> None:
+    def _fill(self, out: Tensor, whole: WholeParameter, part: OwnedPart, flat: Tensor) -> None:
         """Write a part's elements to their places in a whole tensor."""
         for target, source in self._boxes(out, whole, part, flat):
             target.copy_(source)
 
-    def _elements(self, whole: Whole, part: Part) -> Tensor:
+    def _elements(self, whole: WholeParameter, part: OwnedPart) -> Tensor:
         """Return a part's elements [n] of an updated parameter."""
         value = self.parameters[whole.name].detach()
         flat = value.new_empty(part.numel)
@@ -137,7 +137,9 @@ class WholeTensors:
             target.copy_(source)
         return flat
 
-    def _boxes(self, whole: Tensor, of: Whole, part: Part, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _boxes(
+        self, whole: Tensor, of: WholeParameter, part: OwnedPart, flat: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the same elements as views of a whole tensor and of a part of it."""
         spec = self._owners.held[of.name]
         for region in regions_of(spec, self._owners.layout.mesh, part.rank, part.start, part.stop):

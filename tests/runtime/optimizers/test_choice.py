@@ -1,4 +1,4 @@
-"""Which optimizer updates which parameters, as users ask for it; optimizers that cannot be distributed are refused."""
+"""Optimizers of parameters, as users ask for them; those that cannot be distributed are refused."""
 
 from __future__ import annotations
 

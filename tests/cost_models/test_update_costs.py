@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoptd.cost_models.memory import MOMENTS
-from autoptd.cost_models.optimizers import UPDATE_COSTS, state_elements
+from autoptd.cost_models.memory import MOMENTS, UPDATE_COSTS, state_elements
 from autoptd.runtime.optimizers.named import NAMED, READS
 
 
