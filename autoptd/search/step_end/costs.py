@@ -92,7 +92,7 @@ class StepEnd(ChunkParameters):
 
     def step_s(self, runs: list[tuple[int, int]]) -> float:
         """Return seconds of the optimizer on this rank's shard."""
-        load = self._whole_load(runs)
+        load = self.whole_load(runs)
         flat = ((trained - self._whole_numel(runs, i), c.shards) for i, (trained, c) in enumerate(self._trained(runs)))
         shard = sum(-(-numel // shards) for numel, shards in flat)
         kept = self.whole.cost.moments * shard + load.kept
@@ -103,9 +103,8 @@ class StepEnd(ChunkParameters):
 
     def whole_s(self, load: WholeLoad) -> float:
         """Return seconds of the products of whole parameters, and of bringing these together and sending them back."""
-        c, device = self.candidate, self.cluster.device
+        device, ranks = self.cluster.device, self.stage_ranks
         products_s = load.flops / (device.matmul_flops_per_s.of("bf16") * device.matmul_fraction("bf16"))
-        ranks = c.tp * c.dp * c.cp
         exchanged = (n * load.moved * self.main for n in (2, 1))
         return products_s + sum(self._collective_s("all_to_all", n, ranks, 1) for n in exchanged if n and ranks > 1)
 
@@ -127,14 +126,12 @@ class StepEnd(ChunkParameters):
 
     def update_bytes(self, runs: list[tuple[int, int]]) -> int:
         """Return the bytes during the optimizer step: gradients in the main type, and whole parameters at owners."""
-        c, found = self.candidate, 0
-        if self.whole.shapes:
-            found = self._whole_load(runs).temporary_bytes(self.main, c.tp * c.dp * c.cp)
+        found = self.whole_load(runs).temporary_bytes(self.main, self.stage_ranks) if self.whole.shapes else 0
         if self.gradient == self.main:
             return found
         return found + self.main * sum(-(-trained // copies.shards) for trained, copies in self._trained(runs))
 
-    def _whole_load(self, runs: Sequence[tuple[int, int]]) -> WholeLoad:
+    def whole_load(self, runs: Sequence[tuple[int, int]]) -> WholeLoad:
         """Return the whole parameters of these runs of segments on the fullest rank."""
         loads = (self._load(self._whole_parameters(runs, i), copies) for i, copies in enumerate(self.copies))
         return sum(loads, WholeLoad())
@@ -151,5 +148,9 @@ class StepEnd(ChunkParameters):
 
     def _load(self, held: Sequence[tuple[str, int]], copies: Copies) -> WholeLoad:
         """Return the load of parameters with these copies."""
-        c = self.candidate
-        return self.whole.load(held, c.tp * c.dp * c.cp * copies.shards // copies.ranks, copies.shards)
+        return self.whole.load(held, self.stage_ranks * copies.shards // copies.ranks, copies.shards)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.candidate.tp * self.candidate.dp * self.candidate.cp
