@@ -73,7 +73,9 @@ class Trainer:
         self._buffers, self._tensors = materialise(self.stages, layout, communicators, tied)
         self._pieces = self._buffers.pieces(communicators.stage)
         self._frozen_pieces = self._buffers.frozen_pieces(communicators.stage)
-        self.update = OptimizerStep(optimizer, optimizer_kwargs, groups, layout, communicators, self._pieces)
+        self.update = OptimizerStep(
+            optimizer, optimizer_kwargs, groups, layout, communicators, self._pieces, self._tensors
+        )
         self.optimizer = self.update.optimizer
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
         self._executor = Executor(self.stages, communicators, self._dropout, recomputed, layout.slices, layout.modules)

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout
 from autoptd.layout.owners import Owners
@@ -44,14 +45,16 @@ class OptimizerStep:
         layout: Layout,
         c: Communicators,
         pieces: Sequence[ParameterShard],
+        tensors: Mapping[str, Tensor],
     ) -> None:
-        """Raise PlanError for an optimizer that cannot update these parameters."""
+        """Raise PlanError for an optimizer that cannot update these parameters. `tensors`: this rank's, by name."""
         names = [name for name, spec in layout.parameters.items() if spec.trainable]
         hidden = {name for name in names if layout.parameters[name].hidden}
         chosen = choose(optimizer, options, groups, names, hidden)
         self.whole = frozenset(chosen.names("whole"))
+        dtypes = {name: torch.promote_types(x.dtype, torch.float32) for name, x in tensors.items()}
         self._owners = Owners(layout, c.stage, self.whole)
-        self._whole = WholeTensors(self.whole, self._owners, c, pieces)
+        self._whole = WholeTensors(self.whole, self._owners, c, pieces, dtypes)
         self._flat = [piece for piece in pieces if piece.name not in self.whole]
         parameters = {piece.name: piece.param for piece in self._flat} | self._whole.parameters
         self.optimizer = chosen.build(parameters)

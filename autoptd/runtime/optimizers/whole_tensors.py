@@ -12,7 +12,7 @@ round (`Owners.moved`), in the group of the stage's ranks:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,16 +30,22 @@ ROUND_ELEMENTS = 2**23  # elements per rank whose exchange shares one buffer
 class WholeTensors:
     """This rank's whole parameters (`parameters`, by name), and the exchange with the ranks that hold their elements.
 
-    Construction is a collective of the world if `names` is not empty; equal names on all ranks.
+    Construction is a collective of the world if `names` is not empty; equal names on all ranks. `dtypes`: the main type
+    of each parameter of this stage.
     """
 
-    def __init__(self, names: Collection[str], owners: Owners, c: Communicators, pieces: Sequence[ParameterShard]):
+    def __init__(
+        self,
+        names: Collection[str],
+        owners: Owners,
+        c: Communicators,
+        pieces: Sequence[ParameterShard],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
         self._owners, self._rank = owners, c.rank
         self._pieces = {piece.name: piece for piece in pieces if piece.name in names}
         self._group = _stage_group(c) if names else SingleRankGroup()
-        layout, dtypes = owners.layout, dict[str, torch.dtype]()
-        for name, spec in owners.held.items():
-            dtypes[name] = torch.promote_types(spec.dtype or layout.dtype, torch.float32)
+        self._dtypes, self._device = dtypes, c.device
         self._rounds = owners.moved(dtypes, ROUND_ELEMENTS)
         moved = {whole.name for each in self._rounds for whole in each if whole.owner == self._rank}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -110,16 +116,9 @@ class WholeTensors:
     ) -> Iterator[Tensor]:
         """Exchange `times` tensors for each part; return those that come. A collective, whatever this rank has."""
         send, receive = ([times * sum(p.numel for _, p in row) for row in rows] for rows in (leaving, coming))
-        spec = self._owners.held[each[0].name]
-        dtype = torch.promote_types(spec.dtype or self._owners.layout.dtype, torch.float32)
-        x = torch.cat([*mine, torch.empty(0, dtype=dtype, device=self._device)])
+        x = torch.cat([*mine, torch.empty(0, dtype=self._dtypes[each[0].name], device=self._device)])
         sizes = [p.numel for row in coming for _, p in row for _ in range(times)]
         return iter(self._group.exchange(x, send, receive).split(sizes))
-
-    @property
-    def _device(self) -> torch.device:
-        held = [*self.parameters.values(), *(piece.param for piece in self._pieces.values())]
-        return held[0].device if held else torch.device("cpu")
 
     def _piece(self, whole: WholeParameter) -> ParameterShard:
         return self._pieces[whole.name]
