@@ -501,7 +501,7 @@ def test_an_axis_that_is_searched_may_have_an_effect():
         ({"optimizer": "adam"}, "unknown optimizer 'adam'", "did you mean 'adamw'"),
         ({"optimizer": None}, "unknown optimizer None", "'adamw', 'sgd'"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "is a SGD that already holds parameters", "a callable"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS cannot step on a trial of two matrices", "no closure"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS cannot step on a trial of two parameters", "no closure"),
         ({"optimizer": Coupled}, "Coupled does not update each parameter by itself", "clip_norm="),
         ({"optimizer": Early}, "Early reads the values of parameters when it is constructed", "in the first step"),
         ({"optimizer": Noisy}, "Noisy does not update each parameter by itself", "clip_norm="),

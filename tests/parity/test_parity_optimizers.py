@@ -12,10 +12,12 @@ from torch import Tensor
 
 from autoptd.api import Parallel
 from autoptd.compile.program import make_program, read_sharding
+from autoptd.errors import PlanError
 from autoptd.layout.mesh import Mesh
 from autoptd.passes.hidden_matrices import hidden_matrices
-from autoptd.runtime.optimizers.groups import ParameterGroup, read_groups
-from autoptd.runtime.optimizers.named import NAMED
+from autoptd.runtime.optimizers import groups
+from autoptd.runtime.optimizers.groups import ParameterGroup, choose, read_groups
+from autoptd.runtime.optimizers.named import NAMED, READS
 from autoptd.runtime.optimizers.whole_tensors import WholeTensors
 from autoptd.testing.parity import train_alone, train_in_lockstep
 from tests.parity.parity_check import Variant, batches, case, complaints, differences, planned, source
@@ -33,7 +35,7 @@ def compared(
     variant: Variant,
     optimizer: Any,
     options: dict[str, Any],
-    groups: Sequence[ParameterGroup] = (),
+    own: Sequence[ParameterGroup] = (),
     steps: int = 3,
     run: Any = None,
 ) -> tuple[list[str], float]:
@@ -47,7 +49,7 @@ def compared(
         options,
         variant.clip_norm,
         0,
-        groups,
+        own,
     )
     found = train_in_lockstep(made, batches(name, steps))
     alone = train_alone(
@@ -56,7 +58,7 @@ def compared(
         loss=case(name).loss,
         optimizer=run or optimizer,
         optimizer_options=options,
-        groups=groups,
+        groups=own,
         clip_norm=variant.clip_norm,
         hidden=hidden_matrices(origin.folded),
     )
@@ -95,9 +97,8 @@ GROUPS = [
 
 def test_each_group_has_its_optimizer() -> None:
     names = [n for n, p in case("llama").model.named_parameters() if p.requires_grad]
-    groups = read_groups(GROUPS, names)
     mesh, options = Mesh(2, 2, 2), {"lr": 3e-3, "weight_decay": 0.1}
-    wrong, worst = compared("llama", mesh, BULK, "adamw", options, groups)
+    wrong, worst = compared("llama", mesh, BULK, "adamw", options, read_groups(GROUPS, names))
     assert not wrong and worst <= EXACT, (wrong, worst)
 
 
@@ -109,7 +110,11 @@ class Local(Orthogonal):
 
 @pytest.mark.fault("whole tensors wanted")
 @pytest.mark.parametrize("mesh", [Mesh(1, 2, 1), Mesh(2, 1, 1), Mesh(2, 2, 2)], ids=str)
-def test_pieces_orthogonalised(mesh: Mesh) -> None:
+def test_pieces_orthogonalised(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table takes it for elementwise; by its own claim it is refused."""
+    with pytest.raises(PlanError, match="updates pieces of a parameter otherwise"):
+        choose(Local, {"lr": 0.02})
+    monkeypatch.setattr(groups, "READS", {**READS, Local: "elementwise"})
     wrong, worst = compared("llama", mesh, BULK, Local, {"lr": 0.02}, run=Orthogonal)
     assert wrong and worst > 1e-4
 

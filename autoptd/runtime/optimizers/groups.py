@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autoptd.errors import PlanError, nearest
 from autoptd.runtime.optimizers.named import NAMED, READS, Factory, Reads, construct
-from autoptd.runtime.optimizers.separable import check_separable
+from autoptd.runtime.optimizers.separable import check_elementwise, check_separable
 from autoptd.runtime.optimizers.several import SeveralOptimizers
 
 _FORM = 'give for example {"names": ["*.bias", "*norm*"], "weight_decay": 0.0}'
@@ -207,6 +207,7 @@ def _reads(chosen: Chosen, index: int) -> Reads:
     if kind in READS:
         return READS[kind]
     if getattr(kind, "elementwise", False):
+        check_elementwise(build, kind.__name__)
         return "elementwise"
     check_separable(build, kind.__name__)
     return "whole"

@@ -15,7 +15,7 @@ from autoptd.errors import PlanError
 from autoptd.runtime.optimizers.groups import choose, read_groups
 from autoptd.runtime.optimizers.lion import Lion
 from autoptd.runtime.optimizers.named import NAMED, READS
-from autoptd.runtime.optimizers.separable import check_separable
+from autoptd.runtime.optimizers.separable import check_elementwise, check_separable
 from autoptd.runtime.optimizers.several import SeveralOptimizers
 from tests.runtime.optimizers.whole_optimizers import Coupled, Early, Noisy, Orthogonal
 
@@ -109,6 +109,17 @@ def test_several_optimizers_restore_their_state() -> None:
 def test_coupled_optimizers_are_found(kind: Any) -> None:
     with pytest.raises(PlanError):
         check_separable(kind, kind.__name__)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, reads in READS.items() if reads == "elementwise"])
+def test_elementwise_optimizers_are_found(kind: Any) -> None:
+    check_elementwise(lambda params: kind(params, lr=0.01), kind.__name__)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Orthogonal])
+def test_false_claims_are_found(kind: Any) -> None:
+    with pytest.raises(PlanError, match="updates pieces of a parameter otherwise"):
+        check_elementwise(lambda params: kind(params, lr=0.01), kind.__name__)
 
 
 @pytest.mark.parametrize("kind", [*READS, Orthogonal])
