@@ -125,8 +125,8 @@ def test_own_part_orthogonalised(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) ->
     """An owner takes its own elements only, such as its tp shard of a matrix."""
     fill = WholeTensors._fill
 
-    def own(self: WholeTensors, out: Tensor, whole: Any, part: Any, flat: Tensor) -> None:
-        fill(self, out, whole, part, flat if part.rank == self._rank else torch.zeros_like(flat))
+    def own(self: WholeTensors, out: Tensor, moved: Any, flat: Tensor) -> None:
+        fill(self, out, moved, flat if moved.part.rank == self._rank else torch.zeros_like(flat))
 
     monkeypatch.setattr(WholeTensors, "_fill", own)
     wrong, _ = compared("llama", mesh, BULK, Orthogonal, {"lr": 0.02})
@@ -135,7 +135,7 @@ def test_own_part_orthogonalised(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.fault("new values stay at the owner")
 def test_values_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WholeTensors, "_send_back", lambda self, each: None)
+    monkeypatch.setattr(WholeTensors, "_send_back", lambda *_: None)
     wrong, _ = compared("llama", Mesh(2, 2, 1), BULK, "muon", MUON)
     assert wrong
 

@@ -32,5 +32,5 @@ def test_a_plan_is_verified(optimizer: str) -> None:
 
 @pytest.mark.fault("new values stay at the owner")
 def test_a_fault_of_the_exchange_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WholeTensors, "_send_back", lambda self, each: None)
+    monkeypatch.setattr(WholeTensors, "_send_back", lambda *_: None)
     assert verify_plan(planned("muon"), NanoGPT(SIZES)).certificate is None

@@ -17,14 +17,14 @@ class SeveralOptimizers(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer], places: Sequence[int]) -> None:
         super().__init__([torch.nn.Parameter(torch.empty(0))], {})
-        self.optimizers, self._places = tuple(optimizers), tuple(places)
+        self.optimizers, self.places = tuple(optimizers), tuple(places)
         shared = set(optimizers[0].defaults).intersection(*(each.defaults for each in optimizers))
         self.defaults = {key: value for key, value in optimizers[0].defaults.items() if key in shared}
         self._collect()
 
     def _collect(self) -> None:
         left = [iter(each.param_groups) for each in self.optimizers]
-        self.param_groups = [next(left[place]) for place in self._places]
+        self.param_groups = [next(left[place]) for place in self.places]
         self.state = next(iter(self.optimizers)).state
         for each in self.optimizers[1:]:
             self.state.update(each.state)
@@ -42,7 +42,7 @@ class SeveralOptimizers(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of each optimizer with its own method."""
         for number, each in enumerate(self.optimizers):
-            groups = [g for g, place in zip(state_dict["param_groups"], self._places, strict=True) if place == number]
+            groups = [g for g, place in zip(state_dict["param_groups"], self.places, strict=True) if place == number]
             inside = [i for group in groups for i in group["params"]]
             renumbered = {old: new for new, old in enumerate(inside)}
             counted = iter(range(len(inside)))
@@ -54,3 +54,16 @@ class SeveralOptimizers(Optimizer):
                 }
             )
         self._collect()
+
+
+def described(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class, or of the classes of several: `Muon + AdamW`."""
+    several = optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+    return " + ".join(type(each).__name__ for each in several)
+
+
+def defaults_by_group(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the default options of each parameter group's own optimizer."""
+    if isinstance(optimizer, SeveralOptimizers):
+        return [optimizer.optimizers[place].defaults for place in optimizer.places]
+    return [optimizer.defaults for _ in optimizer.param_groups]

@@ -14,17 +14,47 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from autoptd.layout.owners import OwnedPart, Owners, WholeParameter
-from autoptd.layout.regions import regions_of
+from autoptd.layout.regions import Region, regions_of
 from autoptd.ops.group import Group, SingleRankGroup
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.zero.param_buffers import ParameterShard
 
 ROUND_ELEMENTS = 2**23  # elements per rank whose exchange shares one buffer
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Elements of a whole parameter that this rank sends or receives; at the owner, their boxes in the whole tensor."""
+
+    name: str
+    part: OwnedPart
+    boxes: tuple[Region, ...] = ()
+
+
+@dataclass
+class _Route:
+    """The elements that this rank exchanges with each rank of the group, in one direction."""
+
+    leaving: dict[int, list[_Moved]] = field(default_factory=dict)
+    coming: dict[int, list[_Moved]] = field(default_factory=dict)
+
+    def sizes(self, ranks: Sequence[int], times: int) -> tuple[list[int], list[int]]:
+        """Return the elements sent to and received from each rank, if each part stands for `times` tensors."""
+        both = (self.leaving, self.coming)
+        send, receive = ([times * sum(m.part.numel for m in way.get(r, ())) for r in ranks] for way in both)
+        return send, receive
+
+    def sent(self) -> Iterator[_Moved]:
+        return (moved for rank in sorted(self.leaving) for moved in self.leaving[rank])
+
+    def received(self) -> Iterator[_Moved]:
+        return (moved for rank in sorted(self.coming) for moved in self.coming[rank])
 
 
 class WholeTensors:
@@ -42,12 +72,12 @@ class WholeTensors:
         pieces: Sequence[ParameterShard],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        self._owners, self._rank = owners, c.rank
+        self._owners, self._rank, self._device = owners, c.rank, c.device
         self._pieces = {piece.name: piece for piece in pieces if piece.name in names}
         self._group = _stage_group(c) if names else SingleRankGroup()
-        self._dtypes, self._device = dtypes, c.device
-        self._rounds = owners.moved(dtypes, ROUND_ELEMENTS)
-        moved = {whole.name for each in self._rounds for whole in each if whole.owner == self._rank}
+        rounds = owners.moved(dtypes, ROUND_ELEMENTS)
+        self._rounds = [(dtypes[each[0].name], self._routes(each)) for each in rounds]
+        moved = [whole.name for each in rounds for whole in each if whole.owner == self._rank]
         self.parameters: dict[str, nn.Parameter] = {}
         for whole in owners.of(self._rank):
             shape = owners.held[whole.name].shape
@@ -59,6 +89,25 @@ class WholeTensors:
         self._moved = [self.parameters[name] for name in moved]
         self._free()
 
+    def _routes(self, each: Sequence[WholeParameter]) -> tuple[_Route, _Route]:
+        """Return this rank's routes to the owners and back, for one round."""
+        there, back = _Route(), _Route()
+        for whole in each:
+            for parts, towards in ((whole.sources, there), (whole.parts, back)):
+                for part in parts:
+                    mine, owned = part.rank == self._rank, whole.owner == self._rank
+                    at_owner = towards.coming if towards is there else towards.leaving
+                    at_holder = towards.leaving if towards is there else towards.coming
+                    if owned:
+                        at_owner.setdefault(part.rank, []).append(_Moved(whole.name, part, self._boxes(whole, part)))
+                    if mine:
+                        at_holder.setdefault(whole.owner, []).append(_Moved(whole.name, part))
+        return there, back
+
+    def _boxes(self, whole: WholeParameter, part: OwnedPart) -> tuple[Region, ...]:
+        spec, mesh = self._owners.held[whole.name], self._owners.layout.mesh
+        return regions_of(spec, mesh, part.rank, part.start, part.stop)
+
     @contextmanager
     def gathered(self, used: Collection[str]) -> Iterator[None]:
         """Bring values and gradients together for the duration of the block, then send new values back. A collective.
@@ -68,8 +117,8 @@ class WholeTensors:
         gradients: dict[str, Tensor] = {}
         for parameter in self._moved:
             parameter.untyped_storage().resize_(parameter.numel() * parameter.itemsize)
-        for each in self._rounds:
-            self._bring(each, gradients)
+        for dtype, (there, _) in self._rounds:
+            self._bring(there, dtype, gradients)
         for name, parameter in self.parameters.items():
             whole = gradients[name] if name in gradients else self._pieces[name].grad.view(parameter.shape)
             parameter.grad = whole if name in used else None
@@ -77,75 +126,53 @@ class WholeTensors:
         yield
         for parameter in self.parameters.values():
             parameter.grad = None
-        for each in self._rounds:
-            self._send_back(each)
+        for dtype, (_, back) in self._rounds:
+            self._send_back(back, dtype)
         self._free()
 
     def _free(self) -> None:
         for parameter in self._moved:
             parameter.untyped_storage().resize_(0)
 
-    def _bring(self, each: Sequence[WholeParameter], gradients: dict[str, Tensor]) -> None:
-        ranks, me = self._owners.ranks, self._rank
-        leaving = [[(w, p) for w in each if w.owner == to for p in w.sources if p.rank == me] for to in ranks]
-        coming = [[(w, p) for w in each if w.owner == me for p in w.sources if p.rank == by] for by in ranks]
-        mine = [x for row in leaving for w, _ in row for x in (self._piece(w).grad, self._piece(w).param.detach())]
-        found = self._exchange(each, mine, leaving, coming, 2)
-        for whole, part in (pair for row in coming for pair in row):
-            parameter = self.parameters[whole.name]
-            gradient = gradients.setdefault(whole.name, torch.empty_like(parameter.detach()))
-            self._fill(gradient, whole, part, next(found))
-            self._fill(parameter.detach(), whole, part, next(found))
+    def _bring(self, route: _Route, dtype: torch.dtype, gradients: dict[str, Tensor]) -> None:
+        pieces = [self._pieces[moved.name] for moved in route.sent()]
+        found = self._exchange(route, dtype, [x for piece in pieces for x in (piece.grad, piece.param.detach())], 2)
+        for moved in route.received():
+            value = self.parameters[moved.name].detach()
+            gradient = gradients.setdefault(moved.name, torch.empty_like(value))
+            self._fill(gradient, moved, next(found))
+            self._fill(value, moved, next(found))
 
-    def _send_back(self, each: Sequence[WholeParameter]) -> None:
-        ranks, me = self._owners.ranks, self._rank
-        leaving = [[(w, p) for w in each if w.owner == me for p in w.parts if p.rank == to] for to in ranks]
-        coming = [[(w, p) for w in each if w.owner == by for p in w.parts if p.rank == me] for by in ranks]
-        mine = [self._elements(w, p) for row in leaving for w, p in row]
-        found = self._exchange(each, mine, leaving, coming, 1)
-        for whole, _ in (pair for row in coming for pair in row):
-            self._piece(whole).param.detach().copy_(next(found))
+    def _send_back(self, route: _Route, dtype: torch.dtype) -> None:
+        found = self._exchange(route, dtype, [self._elements(moved) for moved in route.sent()], 1)
+        for moved in route.received():
+            self._pieces[moved.name].param.detach().copy_(next(found))
 
-    def _exchange(
-        self,
-        each: Sequence[WholeParameter],
-        mine: Sequence[Tensor],
-        leaving: Sequence[Sequence[tuple[WholeParameter, OwnedPart]]],
-        coming: Sequence[Sequence[tuple[WholeParameter, OwnedPart]]],
-        times: int,
-    ) -> Iterator[Tensor]:
+    def _exchange(self, route: _Route, dtype: torch.dtype, mine: Sequence[Tensor], times: int) -> Iterator[Tensor]:
         """Exchange `times` tensors for each part; return those that come. A collective, whatever this rank has."""
-        send, receive = ([times * sum(p.numel for _, p in row) for row in rows] for rows in (leaving, coming))
-        x = torch.cat([*mine, torch.empty(0, dtype=self._dtypes[each[0].name], device=self._device)])
-        sizes = [p.numel for row in coming for _, p in row for _ in range(times)]
+        send, receive = route.sizes(self._owners.ranks, times)
+        x = torch.cat([*mine, torch.empty(0, dtype=dtype, device=self._device)])
+        sizes = [moved.part.numel for moved in route.received() for _ in range(times)]
         return iter(self._group.exchange(x, send, receive).split(sizes))
 
-    def _piece(self, whole: WholeParameter) -> ParameterShard:
-        return self._pieces[whole.name]
-
-    def _fill(self, out: Tensor, whole: WholeParameter, part: OwnedPart, flat: Tensor) -> None:
+    def _fill(self, out: Tensor, moved: _Moved, flat: Tensor) -> None:
         """Write a part's elements to their places in a whole tensor."""
-        for target, source in self._boxes(out, whole, part, flat):
-            target.copy_(source)
+        for region in moved.boxes:
+            _box(out, region).copy_(region.of(flat))
 
-    def _elements(self, whole: WholeParameter, part: OwnedPart) -> Tensor:
+    def _elements(self, moved: _Moved) -> Tensor:
         """Return a part's elements [n] of an updated parameter."""
-        value = self.parameters[whole.name].detach()
-        flat = value.new_empty(part.numel)
-        for source, target in self._boxes(value, whole, part, flat):
-            target.copy_(source)
+        value = self.parameters[moved.name].detach()
+        flat = value.new_empty(moved.part.numel)
+        for region in moved.boxes:
+            region.of(flat).copy_(_box(value, region))
         return flat
 
-    def _boxes(
-        self, whole: Tensor, of: WholeParameter, part: OwnedPart, flat: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the same elements as views of a whole tensor and of a part of it."""
-        spec = self._owners.held[of.name]
-        for region in regions_of(spec, self._owners.layout.mesh, part.rank, part.start, part.stop):
-            box = whole
-            for dim, (first, count) in enumerate(zip(region.offsets, region.sizes, strict=True)):
-                box = box.narrow(dim, first, count)
-            yield box, region.of(flat)
+
+def _box(whole: Tensor, region: Region) -> Tensor:
+    for dim, (first, count) in enumerate(zip(region.offsets, region.sizes, strict=True)):
+        whole = whole.narrow(dim, first, count)
+    return whole
 
 
 def _stage_group(c: Communicators) -> Group:
