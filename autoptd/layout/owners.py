@@ -90,13 +90,24 @@ class Owners:
                 found |= {slot.name: (bucket, slot) for slot in bucket.slots}
         return found
 
+    @cached_property
+    def _indices(self) -> dict[str, dict[int, int]]:
+        """The index of each rank among the ranks that hold the same part of a parameter, or of an expert's."""
+        mesh, axes = self.layout.mesh, ("data", "edp")
+        found: dict[str, dict[int, int]] = {axis: {} for axis in axes}
+        for axis in axes:
+            for rank in self.ranks:
+                if rank not in found[axis]:
+                    found[axis] |= {other: i for i, other in enumerate(mesh.group_of(rank, axis))}  # type: ignore[arg-type]
+            found[axis] = {rank: found[axis][rank] for rank in self.ranks}
+        return found
+
     def _copies(self, name: str) -> list[dict[int, OwnedPart | None]]:
         """Return the ranks of each copy of the state, and each rank's elements of a parameter."""
-        layout, spec = self.layout, self.held[name]
-        (bucket, slot), width = self._slots[name], layout.sharing_of(spec)
+        spec = self.held[name]
+        (bucket, slot), width = self._slots[name], self.layout.sharing_of(spec)
         copies: dict[int, dict[int, OwnedPart | None]] = {}
-        for rank in self.ranks:
-            index = layout.mesh.group_of(rank, "edp" if spec.ep > 1 else "data").index(rank)
+        for rank, index in self._indices["edp" if spec.ep > 1 else "data"].items():
             copy, shard = divmod(index, width)
             mine = overlap(slot, bucket.shard(shard, width))
             part = None if mine is None else OwnedPart(rank, mine.start - slot.start, mine.stop - slot.start)

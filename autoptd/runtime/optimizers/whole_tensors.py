@@ -29,7 +29,7 @@ ROUND_ELEMENTS = 2**23  # elements per rank whose exchange shares one buffer
 
 
 @dataclass(frozen=True)
-class _Moved:
+class _MovedElements:
     """Elements of a whole parameter that this rank sends or receives; at the owner, their boxes in the whole tensor."""
 
     name: str
@@ -38,11 +38,11 @@ class _Moved:
 
 
 @dataclass
-class _Route:
+class _OwnerRoute:
     """The elements that this rank exchanges with each rank of the group, in one direction."""
 
-    leaving: dict[int, list[_Moved]] = field(default_factory=dict)
-    coming: dict[int, list[_Moved]] = field(default_factory=dict)
+    leaving: dict[int, list[_MovedElements]] = field(default_factory=dict)
+    coming: dict[int, list[_MovedElements]] = field(default_factory=dict)
 
     def sizes(self, ranks: Sequence[int], times: int) -> tuple[list[int], list[int]]:
         """Return the elements sent to and received from each rank, if each part stands for `times` tensors."""
@@ -50,10 +50,10 @@ class _Route:
         send, receive = ([times * sum(m.part.numel for m in way.get(r, ())) for r in ranks] for way in both)
         return send, receive
 
-    def sent(self) -> Iterator[_Moved]:
+    def sent(self) -> Iterator[_MovedElements]:
         return (moved for rank in sorted(self.leaving) for moved in self.leaving[rank])
 
-    def received(self) -> Iterator[_Moved]:
+    def received(self) -> Iterator[_MovedElements]:
         return (moved for rank in sorted(self.coming) for moved in self.coming[rank])
 
 
@@ -89,9 +89,9 @@ class WholeTensors:
         self._moved = [self.parameters[name] for name in moved]
         self._free()
 
-    def _routes(self, each: Sequence[WholeParameter]) -> tuple[_Route, _Route]:
+    def _routes(self, each: Sequence[WholeParameter]) -> tuple[_OwnerRoute, _OwnerRoute]:
         """Return this rank's routes to the owners and back, for one round."""
-        there, back = _Route(), _Route()
+        there, back = _OwnerRoute(), _OwnerRoute()
         for whole in each:
             for parts, towards in ((whole.sources, there), (whole.parts, back)):
                 for part in parts:
@@ -99,9 +99,11 @@ class WholeTensors:
                     at_owner = towards.coming if towards is there else towards.leaving
                     at_holder = towards.leaving if towards is there else towards.coming
                     if owned:
-                        at_owner.setdefault(part.rank, []).append(_Moved(whole.name, part, self._boxes(whole, part)))
+                        at_owner.setdefault(part.rank, []).append(
+                            _MovedElements(whole.name, part, self._boxes(whole, part))
+                        )
                     if mine:
-                        at_holder.setdefault(whole.owner, []).append(_Moved(whole.name, part))
+                        at_holder.setdefault(whole.owner, []).append(_MovedElements(whole.name, part))
         return there, back
 
     def _boxes(self, whole: WholeParameter, part: OwnedPart) -> tuple[Region, ...]:
@@ -134,7 +136,7 @@ class WholeTensors:
         for parameter in self._moved:
             parameter.untyped_storage().resize_(0)
 
-    def _bring(self, route: _Route, dtype: torch.dtype, gradients: dict[str, Tensor]) -> None:
+    def _bring(self, route: _OwnerRoute, dtype: torch.dtype, gradients: dict[str, Tensor]) -> None:
         pieces = [self._pieces[moved.name] for moved in route.sent()]
         found = self._exchange(route, dtype, [x for piece in pieces for x in (piece.grad, piece.param.detach())], 2)
         for moved in route.received():
@@ -143,24 +145,24 @@ class WholeTensors:
             self._fill(gradient, moved, next(found))
             self._fill(value, moved, next(found))
 
-    def _send_back(self, route: _Route, dtype: torch.dtype) -> None:
+    def _send_back(self, route: _OwnerRoute, dtype: torch.dtype) -> None:
         found = self._exchange(route, dtype, [self._elements(moved) for moved in route.sent()], 1)
         for moved in route.received():
             self._pieces[moved.name].param.detach().copy_(next(found))
 
-    def _exchange(self, route: _Route, dtype: torch.dtype, mine: Sequence[Tensor], times: int) -> Iterator[Tensor]:
+    def _exchange(self, route: _OwnerRoute, dtype: torch.dtype, mine: Sequence[Tensor], times: int) -> Iterator[Tensor]:
         """Exchange `times` tensors for each part; return those that come. A collective, whatever this rank has."""
         send, receive = route.sizes(self._owners.ranks, times)
         x = torch.cat([*mine, torch.empty(0, dtype=dtype, device=self._device)])
         sizes = [moved.part.numel for moved in route.received() for _ in range(times)]
         return iter(self._group.exchange(x, send, receive).split(sizes))
 
-    def _fill(self, out: Tensor, moved: _Moved, flat: Tensor) -> None:
+    def _fill(self, out: Tensor, moved: _MovedElements, flat: Tensor) -> None:
         """Write a part's elements to their places in a whole tensor."""
         for region in moved.boxes:
             _box(out, region).copy_(region.of(flat))
 
-    def _elements(self, moved: _Moved) -> Tensor:
+    def _elements(self, moved: _MovedElements) -> Tensor:
         """Return a part's elements [n] of an updated parameter."""
         value = self.parameters[moved.name].detach()
         flat = value.new_empty(moved.part.numel)
