@@ -118,22 +118,22 @@ class Owners:
     def wholes(self) -> tuple[WholeParameter, ...]:
         """Every whole parameter in each copy of the state. One that several ranks hold by themselves is on each."""
         load = dict.fromkeys(self.ranks, 0)
-        found: dict[str, list[WholeParameter]] = {}
-        for name in sorted(self.held, key=lambda name: -math.prod(self.held[name].shape)):  # stable: ties in order
-            numel = math.prod(self.held[name].shape)
+        found: dict[str, list[WholeParameter]] = {name: [] for name in self.held}
+        left: list[tuple[int, str, dict[int, OwnedPart | None]]] = []
+        for name, spec in self.held.items():
+            numel = math.prod(spec.shape)
             for copy in self._copies(name):
-                parts = tuple(part for part in copy.values() if part is not None)
-                alone = [part for part in parts if part.numel == numel]
-                if alone:
-                    found.setdefault(name, []).extend(WholeParameter(name, p.rank, (p,), (p,)) for p in alone)
-                else:
-                    owner = min(copy, key=lambda rank: (load[rank], rank))
-                    found.setdefault(name, []).append(
-                        WholeParameter(name, owner, parts, self._sources(name, owner, parts))
-                    )
-                for whole in found[name][-len(alone) or -1 :]:
-                    load[whole.owner] += numel
-        return tuple(whole for name in self.held for whole in found[name])
+                alone = [part for part in copy.values() if part is not None and part.numel == numel]
+                found[name] += [WholeParameter(name, part.rank, (part,), (part,)) for part in alone]
+                for part in alone:
+                    load[part.rank] += numel
+                left += [] if alone else [(numel, name, copy)]
+        for numel, name, copy in sorted(left, key=lambda each: -each[0]):  # stable: ties in the model's order
+            owner = min(copy, key=lambda rank: (load[rank], rank))
+            parts = tuple(part for part in copy.values() if part is not None)
+            found[name].append(WholeParameter(name, owner, parts, self._sources(name, owner, parts)))
+            load[owner] += numel
+        return tuple(whole for each in found.values() for whole in each)
 
     def _sources(self, name: str, owner: int, parts: tuple[OwnedPart, ...]) -> tuple[OwnedPart, ...]:
         """Return one of the ranks with each element: the owner itself if it is among them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import autoptd
 from autoptd.api import Parallel
 from autoptd.compile.program import make_program, read_sharding
 from autoptd.errors import PlanError
 from autoptd.layout.mesh import Mesh
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.passes.hidden_matrices import hidden_matrices
 from autoptd.runtime.optimizers import groups
 from autoptd.runtime.optimizers.groups import ParameterGroup, choose, read_groups
@@ -148,3 +151,24 @@ def test_head_and_embeddings_are_not_hidden() -> None:
     assert len(left) == 2 and any("embed" in n for n in left) and any("head" in n for n in left)
     assert not any("embed" in n or "wte" in n or "head" in n for n in hidden_matrices(source("nanogpt").folded))
     assert NAMED["muon"].rest == "adamw"
+
+
+def test_narrow_gradients() -> None:
+    """In bfloat16 with gradients in bfloat16, the owner gets them in float32, as flat pieces do."""
+    model, ids = NanoGPT(GPTSizes(vocab=64, max_seq=8, width=32, layers=2, heads=4)), torch.arange(16 * 8).view(16, 8)
+    batch = {"idx": ids % 64, "targets": ids % 7}
+    losses = []
+    for fix in ({"dp": 1, "tp": 1, "pp": 1}, {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4}):
+        par = autoptd.parallelize(
+            model,
+            world=math.prod(fix[axis] for axis in ("dp", "tp", "pp")),
+            cluster="dgx-h100",
+            batch=16,
+            seq=8,
+            fix={**fix, "gradients": "compute"},
+            optimizer="muon",
+            optimizer_options=MUON,
+        )
+        losses.append(train_in_lockstep(par, [batch] * 6).losses)
+    assert losses[0][-1] < losses[0][0] - 0.1
+    assert losses[1] == pytest.approx(losses[0], abs=0.03)

@@ -1,6 +1,7 @@
 """Costs of optimizers that update whole parameters at their owners (`layout/owners.py`), before owners are chosen.
 
-    state, memory   the fullest of d ranks has at most the mean and the largest parameter (Graham 1969, list scheduling)
+    memory          the fullest of d ranks has at most the mean and the largest parameter (Graham 1969, list scheduling)
+    state           the most that parameters of so many elements can have
     products        the slowest rank: the mean, or the largest parameter if that is more
     exchange        gradients and values to the owners, new values back: two all-to-alls in the stage's ranks
 
@@ -72,12 +73,23 @@ class WholeUpdates:
             return WholeLoad(kept, 0, 0, numel, flops)
         states, sizes, products = zip(*together, strict=True)
         return WholeLoad(
-            kept + _fullest(states, width),
+            kept + _most_state(states, sizes, _fullest(sizes, width)),
             sum(sizes),
             _fullest(sizes, width),
             numel + max(-(-sum(sizes) // width), *sizes),
             flops + max(sum(products) / width, *products),
         )
+
+
+def _most_state(states: Sequence[int], sizes: Sequence[int], elements: int) -> int:
+    """Return the most state that parameters of so many elements can have: those with most per element first."""
+    total = 0.0
+    for state, size in sorted(zip(states, sizes, strict=True), key=lambda pair: -pair[0] / max(1, pair[1])):
+        share = min(1.0, elements / max(1, size))
+        total, elements = total + share * state, elements - round(share * size)
+        if elements <= 0:
+            break
+    return math.ceil(total)
 
 
 def _fullest(sizes: Sequence[int], ranks: int) -> int:
