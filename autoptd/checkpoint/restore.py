@@ -164,7 +164,8 @@ def _check_states(where: Path, states: Mapping[int, Mapping[str, Entry]], traine
     for group in trainer.optimizer.param_groups:
         alike: dict[object, list[int]] = {}
         for i in (places[id(p)] for p in group["params"] if id(p) in places):
-            alike.setdefault(updated[i].param.shape if updated[i].piece is None else None, []).append(i)
+            shape = trainer.layout.parameters[updated[i].name].shape
+            alike.setdefault(shape if updated[i].piece is None else None, []).append(i)
         for found in alike.values():
             expected = set().union(*(states[i] for i in found))
             wrong += [

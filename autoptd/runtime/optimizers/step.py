@@ -58,6 +58,7 @@ class OptimizerStep:
         self._flat = [piece for piece in pieces if piece.name not in self.whole]
         parameters = {piece.name: piece.param for piece in self._flat} | self._whole.parameters
         self.optimizer = chosen.build(parameters)
+        self._whole.free()
         self.updated = [Updated(piece.name, piece.param, piece, piece.counts) for piece in self._flat]
         writers: dict[str, int] = {}
         for each in self._owners.wholes:

@@ -1,9 +1,9 @@
 """Whole parameters for optimizers that are not elementwise: brought together at their owners, updated, sent back.
 
 `layout/owners.py` says which rank updates which parameter. Between steps a rank's elements of the parameters (`pieces`)
-are their only copy: the storage of an owner's whole parameter exists during a step only, unless it is a view of a piece
-that holds all elements. Gradients come as the plan reduces, scales and clips them, in the main dtype. Per step and
-round (`Owners.moved`), in the group of the stage's ranks:
+are their only copy: an owner's whole parameter has elements during a step only, unless it is a view of a piece that
+holds all of them. Gradients come as the plan reduces, scales and clips them, in the main dtype. Per step and round
+(`Owners.moved`), in the group of the stage's ranks:
 
     exchange  each source sends gradient and value of its elements to the owner
     update    the user's optimizer, on parameters of the model's own shapes
@@ -61,7 +61,8 @@ class WholeTensors:
     """This rank's whole parameters (`parameters`, by name), and the exchange with the ranks that hold their elements.
 
     Construction is a collective of the world if `names` is not empty; equal names on all ranks. `dtypes`: the main type
-    of each parameter of this stage.
+    of each parameter of this stage. Parameters have their elements until the first `free`, for the optimizer's
+    constructor.
     """
 
     def __init__(
@@ -86,8 +87,7 @@ class WholeTensors:
             else:
                 value = self._pieces[whole.name].param.detach().view(shape)
             self.parameters[whole.name] = nn.Parameter(value)
-        self._moved = [self.parameters[name] for name in moved]
-        self._free()
+        self._moved = [name for name in moved if owners.held[name].shape]
 
     def _routes(self, each: Sequence[WholeParameter]) -> tuple[_OwnerRoute, _OwnerRoute]:
         """Return this rank's routes to the owners and back, for one round."""
@@ -117,8 +117,9 @@ class WholeTensors:
         `used`: parameters with a gradient in this step; others get none, as in torch.
         """
         gradients: dict[str, Tensor] = {}
-        for parameter in self._moved:
-            parameter.untyped_storage().resize_(parameter.numel() * parameter.itemsize)
+        for name in self._moved:
+            parameter = self.parameters[name]
+            parameter.data = parameter.data.new_empty(self._owners.held[name].shape)
         for dtype, (there, _) in self._rounds:
             self._bring(there, dtype, gradients)
         for name, parameter in self.parameters.items():
@@ -130,11 +131,13 @@ class WholeTensors:
             parameter.grad = None
         for dtype, (_, back) in self._rounds:
             self._send_back(back, dtype)
-        self._free()
+        self.free()
 
-    def _free(self) -> None:
-        for parameter in self._moved:
-            parameter.untyped_storage().resize_(0)
+    def free(self) -> None:
+        """Free the parameters that are brought together: they have no elements between steps, but as many dims."""
+        for name in self._moved:
+            parameter = self.parameters[name]
+            parameter.data = parameter.data.new_empty((0,) * parameter.ndim)
 
     def _bring(self, route: _OwnerRoute, dtype: torch.dtype, gradients: dict[str, Tensor]) -> None:
         pieces = [self._pieces[moved.name] for moved in route.sent()]
