@@ -154,7 +154,7 @@ def test_head_and_embeddings_are_not_hidden() -> None:
 
 
 def test_narrow_gradients() -> None:
-    """In bfloat16 with gradients in bfloat16, the owner gets them in float32, as flat pieces do."""
+    """Owners get gradients that are kept in bfloat16 in float32, as flat pieces do."""
     model, ids = NanoGPT(GPTSizes(vocab=64, max_seq=8, width=32, layers=2, heads=4)), torch.arange(16 * 8).view(16, 8)
     batch = {"idx": ids % 64, "targets": ids % 7}
     losses = []
