@@ -17,6 +17,7 @@ from autoptd.arguments import (
     check_limit,
     check_nothing_to_search,
     check_sizes,
+    check_update,
     optimizer_name,
     planned_optimizer,
 )
@@ -29,6 +30,7 @@ from autoptd.cost_models.local_cluster import default_cluster
 from autoptd.errors import ClusterError, InputsError, PlanError
 from autoptd.parallel import Optimizer, Parallel
 from autoptd.passes.gc_pause import without_collector
+from autoptd.passes.hidden_matrices import hidden_matrices
 from autoptd.passes.trace.loss import Targets
 from autoptd.plans.certificate import recheck
 from autoptd.plans.model import Plan
@@ -36,7 +38,7 @@ from autoptd.progress import Progress, Silent
 from autoptd.runtime.faults.heartbeat import Timeouts
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import Finite
-from autoptd.runtime.optimizer import read_groups
+from autoptd.runtime.optimizers.groups import read_groups
 from autoptd.runtime.torch_compile import DEFAULT
 from autoptd.search.constraints.options import read_constraints
 
@@ -115,7 +117,8 @@ def plan(
         batch: samples per optimizer step over all ranks. Default: 8 × world.
         seq: tokens per sample. Default: the model's maximum, at most 4,096.
         precision: "bf16" (default), "fp16" (with dynamic loss scaling), "fp32" or "fp64".
-        optimizer: "adamw", "sgd", or a callable such as `torch.optim.Adam` that updates each element by itself.
+        optimizer: "adamw", "sgd", "lion", "adafactor", "muon" (AdamW for all but hidden matrices), or a callable such
+            as `torch.optim.Adam` whose optimizer updates each parameter by itself.
         clip_norm: limit of the global gradient norm. Default: no clipping.
         fix: choices made by hand, such as `{"tp": 8, "recompute": "full"}`; keys are `options.KNOWN`.
         assume: execution that the runtime cannot do, such as `{"kernels": "fused"}` (`assumed.ASSUMABLE`). Such a plan
@@ -188,9 +191,11 @@ def parallelize(
         model: a module or the result of `trace`; or a model name or folder as on the command line, to build on meta.
         world: number of ranks. Default: the plan's, or the number of processes that the launcher started.
         plan: a `Plan` or the path of a plan file.
-        optimizer_options: keywords of the optimizer, such as `{"lr": 3e-4}`.
+        optimizer_options: keywords of the optimizer, such as `{"lr": 3e-4}`; those of muon's AdamW under "adamw", as in
+            `{"lr": 0.02, "adamw": {"lr": 3e-4}}`.
         parameter_groups: parameters with other options, by patterns of their names, such as
-            `[{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]`. The first group that matches applies.
+            `[{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}]`. The first group that matches applies. A group may
+            name an optimizer of its own: `{"names": ["*head*"], "optimizer": "adamw", "lr": 3e-4}`.
         seed: seeds dropout and the parameters of a model on meta.
         weights: folder of safetensors; each rank reads only its slices. Default: `model`, if that is a folder with any.
         non_finite: what all ranks do if the loss or gradient norm of a step is not finite: "raise" RuntimeFault with
@@ -257,8 +262,9 @@ def parallelize(
         averaging = loss_averaging or plan.loss_averaging
         source = _traced(model, inputs, loss, targets, length, plan.precision, progress, averaging)
     stored = None if weights is None else _stored(weights, source)
-    groups = read_groups(parameter_groups, [n for n, p in source.model.named_parameters() if p.requires_grad])
-    optimizer_name(optimizer, optimizer_options, groups)
+    shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters() if p.requires_grad}
+    groups = read_groups(parameter_groups, shapes)
+    check_update(optimizer, optimizer_options, groups, shapes, hidden_matrices(source.folded))
     with progress.stage("emit the program"):
         program = make_program(source, plan, read_sharding(source, plan))
     recheck(plan, program, None if signed_by is None else Path(signed_by))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoptd.errors import AutoptdError, PlanError, nearest
 from autoptd.parallel import Optimizer
 from autoptd.plans.model import Plan
-from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer
+from autoptd.runtime.optimizers.groups import ParameterGroup, choose
+from autoptd.runtime.optimizers.named import NAMED
 from autoptd.search.constraints.options import require_count
 
-OPTIMIZERS = ("adamw", "sgd")
 _MOST_DEVICES = 2**18  # larger worlds take more than seconds: groups are enumerated rank by rank
 _MOST_SAMPLES = 2**40  # larger batches take more than seconds to factorise
 
@@ -21,17 +22,21 @@ _MOST_SAMPLES = 2**40  # larger batches take more than seconds to factorise
 def optimizer_name(
     optimizer: Optimizer, options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = ()
 ) -> str:
-    """Return `adamw`, `sgd` or `custom`. Raises PlanError if the optimizer cannot be constructed with these options."""
-    known = "pass 'adamw', 'sgd', or a callable that takes parameters, such as torch.optim.Adam"
+    """Return the optimizer's name; of a callable `custom`, or `custom-whole` if it updates whole parameters.
+
+    Raises PlanError if it cannot be constructed with these options, or cannot work on several ranks.
+    """
+    known = f"pass {', '.join(map(repr, NAMED))}, or a callable that takes parameters, such as torch.optim.Adam"
     if isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(
             f"optimizer is a {type(optimizer).__name__} that already holds parameters", where="optimizer", fix=known
         )
-    if not callable(optimizer) and optimizer not in OPTIMIZERS:
-        fix = nearest(optimizer, OPTIMIZERS) + "; or a callable" if isinstance(optimizer, str) else known
+    if not callable(optimizer) and optimizer not in NAMED:
+        fix = nearest(optimizer, NAMED) + "; or a callable" if isinstance(optimizer, str) else known
         raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)
     try:
-        make_optimizer(optimizer, grouped([], groups), **(options or {}))
+        chosen = choose(optimizer, options or {}, groups)
+        chosen.build({})
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, AutoptdError):
             raise
@@ -40,12 +45,27 @@ def optimizer_name(
             where="optimizer",
             fix="correct optimizer= or optimizer_options=",
         ) from error
-    return "custom" if callable(optimizer) else optimizer
+    if isinstance(optimizer, str):
+        return optimizer
+    return "custom" if chosen.reads[0] == "elementwise" else "custom-whole"
+
+
+def check_update(
+    optimizer: Optimizer,
+    options: Mapping[str, Any] | None,
+    groups: Sequence[ParameterGroup],
+    shapes: Mapping[str, tuple[int, ...]],
+    hidden: Collection[str],
+) -> None:
+    """Raise PlanError if optimizers of whole parameters refuse those of these shapes, or groups have wrong options."""
+    chosen = choose(optimizer, options or {}, groups, shapes, hidden)
+    whole = set(chosen.names("whole"))
+    chosen.build({n: nn.Parameter(torch.empty(shape, device="meta")) for n, shape in shapes.items() if n in whole})
 
 
 def planned_optimizer(plan: Plan) -> str:
     """Return the name of the plan's optimizer. Raises PlanError for a custom one."""
-    if plan.optimizer == "custom":
+    if plan.optimizer.startswith("custom"):
         raise PlanError(
             "the plan was made for a custom optimizer, which a plan file cannot hold",
             where="optimizer",

@@ -31,7 +31,7 @@ from autoptd.runtime.faults.rank_status import PendingComm
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import LossScale
-from autoptd.runtime.optimizer import ParameterGroup
+from autoptd.runtime.optimizers.groups import ParameterGroup
 from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import check_backend, compile_blocks

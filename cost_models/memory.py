@@ -1,8 +1,9 @@
 """Memory of one rank in bytes by category: model state, activations, and allocations outside tensors.
 
 Let n be the local elements (padding included), c and m the bytes of the compute and the main dtype, g those of a
-gradient (m, or c), k the number of moments (2 for adamw, 0 for sgd), d the ranks that share the shards, u the elements
-of gradients that are unsharded at a time before their reduce-scatter, and r those of gathered parameters:
+gradient (m, or c), k the elements of optimizer state per element (2 for adamw, 0 for sgd; `UPDATE_COSTS`), d the ranks
+that share the shards, u the elements of gradients that are unsharded at a time before their reduce-scatter, and r those
+of gathered parameters:
 
     ZeRO       parameters          gradients        optimizer
     0          c n                 g n              m n (k + 1)        + 1 is the main copy: none where c is m
@@ -20,9 +21,11 @@ takes outside the allocator, and the driver's context.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from typing import Literal
 
 import sympy
 
@@ -30,7 +33,8 @@ from autoptd.schedule import Alive
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 MAIN_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
-MOMENTS = {"adamw": 2, "sgd": 0}
+# state per element; of an optimizer whose state depends on a parameter's shape (`UPDATE_COSTS`), the least
+MOMENTS = {"adamw": 2, "sgd": 0, "lion": 1, "adafactor": 0, "muon": 1, "custom": 2, "custom-whole": 2}
 GRADIENTS = ("main", "compute", "both")  # dtypes that gradients may be kept in
 
 # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize; a block is a multiple of it
@@ -107,32 +111,95 @@ def padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
+# ---- optimizers ----
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """Costs of one optimizer's update. `whole`: the parameters that it updates as whole tensors.
+
+    State is counted in elements of the main dtype, for a parameter of n elements, whose matrices have r rows and c
+    columns: `2 n` are Adam's two moments, `n/r + n/c` Adafactor's two vectors.
+
+    Muon multiplies a matrix of r ≤ c (else its transpose) in each of 5 Newton-Schulz iterations: X Xᵀ and its product
+    with X take 2 r² c FLOPs each, the square of X Xᵀ 2 r³ (Jordan et al. 2024, Muon), in bfloat16 in torch 2.13.
+    """
+
+    state: str  # of a parameter
+    matrices: str = ""  # of those that it updates as whole tensors and that have two dims or more; "": as others
+    whole: Literal["none", "hidden", "all"] = "none"
+    iterations: int = 0  # Newton-Schulz iterations for each of these matrices
+
+    def elements(self, shape: Sequence[int], whole: bool) -> int:
+        """Return the elements of state of a parameter, which is updated as a whole tensor or not."""
+        text = self.matrices if whole and len(shape) > 1 and self.matrices else self.state
+        return state_elements(text, shape)
+
+    def flops(self, shape: Sequence[int]) -> int:
+        """Return the FLOPs of the products in the update of a whole parameter."""
+        if len(shape) < 2 or not self.iterations:
+            return 0
+        rows, columns = sorted(shape[-2:])
+        return self.iterations * math.prod(shape[:-2]) * (4 * rows**2 * columns + 2 * rows**3)
+
+    @property
+    def moments(self) -> int:
+        """Elements of state per element of a parameter that is not updated as a whole tensor."""
+        return state_elements(self.state, (1,))
+
+
+def state_elements(text: str, shape: Sequence[int]) -> int:
+    """Return the value of an expression such as `2 n` or `n/r + n/c` for a parameter. Raises ValueError."""
+    n, (rows, columns) = math.prod(shape), (1, *shape)[-2:]
+    values = {"n": n, "n/r": n // max(1, rows), "n/c": n // max(1, columns), "0": 0}
+    total = 0
+    for term in text.split(" + "):
+        factor, _, symbol = term.rpartition(" ")
+        if symbol not in values:
+            raise ValueError(f"unknown term {term!r} in {text!r}; known: {', '.join(values)}")
+        total += int(factor or 1) * values[symbol]
+    return total
+
+
+UPDATE_COSTS: Mapping[str, UpdateCost] = {
+    "adamw": UpdateCost("2 n"),
+    "sgd": UpdateCost("0"),
+    "lion": UpdateCost("n"),
+    "adafactor": UpdateCost("n", "n/r + n/c", "all"),
+    "muon": UpdateCost("2 n", "n", "hidden", 5),
+    # of one's own: as much state as AdamW
+    "custom": UpdateCost("2 n"),
+    "custom-whole": UpdateCost("2 n", whole="all"),
+}
+
+
 # ---- the state, as expressions ----
 
 N, D = sympy.symbols("n d", integer=True, nonnegative=True)  # local elements, shards
 U, R = sympy.symbols("u r", integer=True, nonnegative=True)  # elements of unsharded gradients, of gathered parameters
-_C, _M, _G, _K = sympy.symbols("c m g k", integer=True, nonnegative=True)
+_C, _M, _G, K = sympy.symbols("c m g k", integer=True, nonnegative=True)
 _MAIN = sympy.Symbol("main", integer=True, nonnegative=True)  # 1 if there is a main copy besides the compute dtype's
 _E = sympy.Symbol("e", integer=True, nonnegative=True)  # elements with moments: n / d without padding
 
 STATE: Mapping[int, Mapping[str, sympy.Expr]] = {
-    0: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (_K * _E + _MAIN * N)},
-    1: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (_K * _E + _MAIN * N / D)},
-    2: {"parameters": _C * N, "gradients": _G * N / D + _G * U, "optimizer": _M * (_K * _E + _MAIN * N / D)},
-    3: {"parameters": _M * N / D + _C * R, "gradients": _M * N / D + _G * U, "optimizer": _M * _K * _E},
+    0: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (K * _E + _MAIN * N)},
+    1: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (K * _E + _MAIN * N / D)},
+    2: {"parameters": _C * N, "gradients": _G * N / D + _G * U, "optimizer": _M * (K * _E + _MAIN * N / D)},
+    3: {"parameters": _M * N / D + _C * R, "gradients": _M * N / D + _G * U, "optimizer": _M * K * _E},
 }
 
 
 def formulas(*, precision: str, optimizer: str, zero: int = 0, gradients: str = "main") -> dict[str, sympy.Expr]:
     """Return the bytes of parameters, gradients and optimizer state in n, d, u and r. Raises ValueError."""
     stepped = {_E: N / D if zero else N}
-    found = _expressions(precision, optimizer, zero, gradients)
+    _known("optimizer", optimizer, MOMENTS)
+    uniform = UPDATE_COSTS[optimizer].whole == "none" or not UPDATE_COSTS[optimizer].matrices
+    found = _expressions(precision, MOMENTS[optimizer] if uniform else K, zero, gradients)
     return {name: sympy.expand(text.subs(stepped)) for name, text in found.items()}
 
 
-def _expressions(precision: str, optimizer: str, zero: int, gradients: str) -> dict[str, sympy.Expr]:
+def _expressions(precision: str, moments: int | sympy.Symbol, zero: int, gradients: str) -> dict[str, sympy.Expr]:
     _known("precision", precision, COMPUTE_BYTES)
-    _known("optimizer", optimizer, MOMENTS)
     _known("gradient dtype", gradients, GRADIENTS)
     if zero not in STATE:
         raise ValueError(f"ZeRO stage {zero} is not modelled; known: {', '.join(map(str, STATE))}")
@@ -141,15 +208,15 @@ def _expressions(precision: str, optimizer: str, zero: int, gradients: str) -> d
         _C: compute,
         _M: main,
         _G: {"main": main, "compute": compute, "both": main + compute}[gradients],
-        _K: MOMENTS[optimizer],
+        K: moments,
         _MAIN: int(main != compute),
     }
     return {name: sympy.expand(text.subs(values)) for name, text in STATE[zero].items()}
 
 
 @cache
-def _evaluators(precision: str, optimizer: str, zero: int, gradients: str) -> dict[str, Callable[..., float]]:
-    found = _expressions(precision, optimizer, zero, gradients)
+def _evaluators(precision: str, moments: int, zero: int, gradients: str) -> dict[str, Callable[..., float]]:
+    found = _expressions(precision, moments, zero, gradients)
     return {name: sympy.lambdify((N, D, U, R, _E), text, "math") for name, text in found.items()}
 
 
@@ -166,6 +233,7 @@ def model_state(
     whole_numel: int = 0,
     gathered_numel: int = 0,
     stepped: int | None = None,
+    kept: int | None = None,
 ) -> Memory:
     """Return parameters, gradients and optimizer state of one rank, to the byte.
 
@@ -174,9 +242,10 @@ def model_state(
     sharded copy, by default dp. `gradients`: dtype of stored gradients, "main", "compute" or "both". `whole_numel`:
     local elements whose gradients ZeRO 2 and 3 hold unsharded at a time. `gathered_numel`: those whose parameters ZeRO
     3 holds gathered at a time. `stepped`: elements that this rank's optimizer updates; by default its shard with
-    padding. Raises ValueError.
+    padding. `kept`: elements of the optimizer's state; by default its moments for each of these. Raises ValueError.
     """
-    evaluators = _evaluators(precision, optimizer, zero, gradients)
+    _known("optimizer", optimizer, MOMENTS)
+    evaluators = _evaluators(precision, MOMENTS[optimizer] if kept is None else 1, zero, gradients)
     width = (shards or dp) if zero else 1
     if dp % width:
         raise ValueError(f"{width} shards do not divide {dp} data-parallel ranks")
@@ -184,22 +253,23 @@ def model_state(
     if multiple % width:
         raise ValueError(f"buckets padded to {multiple} elements are not divisible by {width} ranks")
     numel = sum(padded(n, multiple) for n in bucket_numels)
-    own = numel // width if stepped is None else stepped
+    own = kept if kept is not None else numel // width if stepped is None else stepped
     return Memory(
         **{name: round(value(numel, width, whole_numel, gathered_numel, own)) for name, value in evaluators.items()}
     )
 
 
-def optimizer_step_bytes(shard_numel: int, *, precision: str, optimizer: str) -> int:
+def optimizer_step_bytes(shard_numel: int, *, precision: str, optimizer: str, kept: int | None = None) -> int:
     """Return the bytes that one optimizer step reads and writes for the elements that this rank updates.
 
-    It reads gradient, main parameter and moments; it writes main parameter, moments and, if separate, the compute copy.
+    It reads gradient, main parameter and state; it writes main parameter, state and, if separate, the compute copy.
+    `kept`: elements of state, by default the moments of each element.
     """
     _known("precision", precision, COMPUTE_BYTES)
     _known("optimizer", optimizer, MOMENTS)
     main, compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
-    touched = main + 2 * main * (1 + MOMENTS[optimizer]) + (compute if compute != main else 0)
-    return shard_numel * touched
+    state = MOMENTS[optimizer] * shard_numel if kept is None else kept
+    return shard_numel * (3 * main + (compute if compute != main else 0)) + 2 * main * state
 
 
 # ---- in flight ----

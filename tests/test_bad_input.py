@@ -35,6 +35,7 @@ from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.plans.model import Plan
 from autoptd.search.constraints.options import read_constraints
 from autoptd.search.constraints.without_effect import idle_notes
+from tests.runtime.optimizers.whole_optimizers import Coupled, Early, Noisy
 
 EIGHT: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "batch": 16}
 X = {"x": torch.empty(4, 8)}
@@ -525,7 +526,10 @@ def test_an_axis_that_is_searched_may_have_an_effect():
         ({"optimizer": "adam"}, "unknown optimizer 'adam'", "did you mean 'adamw'"),
         ({"optimizer": None}, "unknown optimizer None", "'adamw', 'sgd'"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "is a SGD that already holds parameters", "a callable"),
-        ({"optimizer": torch.optim.Adafactor}, "Adafactor is not known to work elementwise", "AdamW"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS cannot step on a trial of two parameters", "no closure"),
+        ({"optimizer": Coupled}, "Coupled does not update each parameter by itself", "clip_norm="),
+        ({"optimizer": Early}, "Early reads the values of parameters when it is constructed", "in the first step"),
+        ({"optimizer": Noisy}, "Noisy does not update each parameter by itself", "clip_norm="),
         ({"optimizer": lambda: None}, "cannot construct the optimizer", "optimizer="),
         ({"clip_norm": -1}, "clip_norm is -1", "positive"),
         ({"clip_norm": "1"}, "clip_norm is '1'", "positive"),
@@ -746,8 +750,8 @@ def test_a_plan_with_an_optimizer_that_a_file_cannot_hold():
         autoptd.parallelize(traced(), plan=plan)
     complete(caught.value)
     autoptd.parallelize(traced(), plan=plan, optimizer=torch.optim.Adam)
-    with pytest.raises(PlanError, match="elementwise"):
-        autoptd.parallelize(traced(), plan=plan, optimizer=torch.optim.Adafactor)
+    with pytest.raises(PlanError, match="by itself"):
+        autoptd.parallelize(traced(), plan=plan, optimizer=Coupled)
 
 
 def test_torchrun_with_another_world_fails_before_any_process_group(small_plan: Plan, tmp_path: Path):

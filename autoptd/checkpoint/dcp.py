@@ -46,10 +46,10 @@ from torch.futures import Future
 from autoptd.checkpoint import files
 from autoptd.checkpoint.entries import Entry
 from autoptd.checkpoint.index import Chunk, Index, SavedTensor
-from autoptd.checkpoint.regions import Ints, Region
 from autoptd.checkpoint.torch_files import as_type, locate, read_bytes, storage_of
 from autoptd.checkpoint.torch_index import read_torch_index
 from autoptd.errors import CheckpointError
+from autoptd.layout.regions import Ints, Region
 
 
 class _CheckpointWriter(SavePlanner):

@@ -1,8 +1,9 @@
 """The training state of a running rank: its elements of every parameter and of the optimizer's moments.
 
     model.<parameter>              at full precision (float32 if the model trains in less); also persistent buffers
-    optimizer.<parameter>.<key>    the optimizer's state of it, of the parameter's shape
+    optimizer.<parameter>.<key>    the optimizer's state of it: of the parameter's shape if the update is elementwise
     counts.<parameter>.<key>       0-dim: number of optimizer steps it has taken
+    numbers.<parameter>.<key>      0-dim: a state that is a Python number
 
 Names and shapes are those of the unsharded model and do not depend on mesh, stages, buckets or shards. Each element has
 one owner, the rank that counts it towards the gradient norm; owners write, all ranks read.
@@ -11,17 +12,20 @@ one owner, the rank that counts it towards the gradient norm; owners write, all 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autoptd.checkpoint.regions import Ints, Region, regions
+from autoptd.errors import CheckpointError
 from autoptd.layout.layout import TensorSpec
+from autoptd.layout.regions import Ints, Region, regions_of
+from autoptd.runtime.optimizers.step import Updated
 from autoptd.runtime.trainer import Trainer
 from autoptd.runtime.zero.param_buffers import ParameterShard
 
-MOMENTS, COUNTS = "optimizer", "counts"
+MOMENTS, COUNTS, NUMBERS = "optimizer", "counts", "numbers"
+_NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
 @dataclass(frozen=True)
@@ -52,20 +56,41 @@ def model_entries(trainer: Trainer, untrained: Collection[str]) -> Iterator[Entr
 
 
 def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
-    """Yield the optimizer's state of each parameter that it has stepped."""
-    for piece in trainer.pieces:
-        state = trainer.optimizer.state.get(piece.param, {})
-        for key, value in sorted(state.items()):
-            if isinstance(value, Tensor):
-                yield optimizer_entry(trainer, piece, key, value)
+    """Yield the optimizer's state of each parameter that it has stepped. Raises CheckpointError for other objects."""
+    for updated in trainer.update.updated:
+        state = trainer.optimizer.state.get(updated.param, {})
+        for key in sorted(state, key=str):
+            yield optimizer_entry(trainer, updated, key, state[key])
 
 
-def optimizer_entry(trainer: Trainer, piece: ParameterShard, key: str, value: Tensor) -> Entry:
-    """Return the entry of an optimizer's tensor. The owner of a parameter's first element writes its 0-dim ones."""
-    if value.dim() == 0:
-        owned = piece.counts and piece.start == 0 and _has_first_part(trainer, piece)
-        return Entry(f"{COUNTS}.{piece.name}.{key}", (), value.view(1), (Region((), (), 0, ()),), owned)
-    return _of_piece(trainer, piece, f"{MOMENTS}.{piece.name}.{key}", value)
+def optimizer_entry(trainer: Trainer, updated: Updated, key: str, value: object) -> Entry:
+    """Return the entry of a tensor or number of the optimizer.
+
+    The owner of a parameter's first element writes its numbers and 0-dim tensors. Raises CheckpointError for a state
+    that no plan could read: of another class, or of a flat piece and of another shape.
+    """
+    name, piece = updated.name, updated.piece
+    kind, tensor = COUNTS, value
+    if type(value) in _NUMBERS:
+        kind, tensor = NUMBERS, torch.tensor(value, dtype=_NUMBERS[type(value)])
+    plain = isinstance(tensor, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter)
+    fits = piece is None or not plain or tensor.dim() == 0 or tensor.shape == updated.param.shape  # type: ignore[attr-defined]
+    if not (isinstance(key, str) and key.isidentifier() and plain and fits):
+        held = f"of shape {list(tensor.shape)}" if plain else f"a {type(value).__name__}"  # type: ignore[attr-defined]
+        raise CheckpointError(
+            f"the optimizer's state {key!r} of {name} is {held}, which another plan could not read",
+            where="optimizer",
+            fix="keep the state in plain tensors and numbers, under names",
+        )
+    assert isinstance(tensor, Tensor)
+    if tensor.dim() == 0:
+        owned = updated.saved and (piece is None or (piece.start == 0 and _has_first_part(trainer, piece)))
+        return Entry(f"{kind}.{name}.{key}", (), tensor.view(1), (Region((), (), 0, ()),), owned)
+    if piece is not None:
+        return _of_piece(trainer, piece, f"{MOMENTS}.{name}.{key}", tensor)
+    shape = tuple(tensor.shape)
+    box = Region((0,) * len(shape), shape, 0, shape)
+    return Entry(f"{MOMENTS}.{name}.{key}", shape, tensor.reshape(-1), (box,), updated.saved)
 
 
 def _has_first_part(trainer: Trainer, piece: ParameterShard) -> bool:
@@ -80,13 +105,8 @@ def _of_piece(trainer: Trainer, piece: ParameterShard, key: str, flat: Tensor) -
 
 
 def _regions(trainer: Trainer, spec: TensorSpec, start: int, stop: int) -> tuple[Region, ...]:
-    c, shape = trainer.communicators, tuple(spec.shape)
-    expert, own = spec.part(c.mesh, c.rank)
-    if spec.ep > 1:
-        shape = (shape[0] // spec.ep, *shape[1:])
-    found = regions(shape, spec.placement, c.tp.size, own, start, stop)
-    first = expert * shape[0] if spec.ep > 1 else 0
-    return tuple(replace(r, offsets=(r.offsets[0] + first, *r.offsets[1:])) if first else r for r in found)
+    c = trainer.communicators
+    return regions_of(spec, c.mesh, c.rank, start, stop)
 
 
 def copied(entries: Sequence[Entry]) -> list[Entry]:

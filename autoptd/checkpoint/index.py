@@ -25,10 +25,10 @@ import torch
 
 from autoptd.checkpoint.files import LOAD_OLDER, is_plain, read_json
 from autoptd.checkpoint.folder import INDEX
-from autoptd.checkpoint.regions import Ints
 from autoptd.checkpoint.torch_files import DTYPES, is_shape, name_of
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
+from autoptd.layout.regions import Ints
 
 FORMAT = 1
 LONGEST = 1 << 26  # bytes of the file

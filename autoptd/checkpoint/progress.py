@@ -24,6 +24,7 @@ from autoptd.checkpoint.files import LOAD_OLDER, opened
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
 from autoptd.runtime.loss_scaling import LossScale
+from autoptd.runtime.optimizers.several import defaults_by_group, described
 
 _COMMENT = struct.Struct("<H")  # length of the comment, the last field of an archive
 _END = b"PK\x05\x06"  # signature of an archive's last record: 22 bytes if there is no comment
@@ -141,7 +142,7 @@ def _finite(value: float) -> bool:
 
 def check_optimizer(where: Path, progress: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise CheckpointError unless class, number of groups and options are those of this optimizer."""
-    saved, mine = progress["optimizer"], type(optimizer).__name__
+    saved, mine = progress["optimizer"], described(optimizer)
     skip = "load it with optimizer=False to restore the parameters alone"
     if saved["class"] != mine:
         what = f"the checkpoint was trained by {brief(ascii(saved['class'])[1:-1])}, not {mine}"
@@ -149,8 +150,8 @@ def check_optimizer(where: Path, progress: Mapping[str, Any], optimizer: torch.o
     if len(saved["groups"]) != len(optimizer.param_groups):
         what = f"the checkpoint has {len(saved['groups'])} parameter groups, not {len(optimizer.param_groups)}"
         raise CheckpointError(what, where=str(where), fix="give the same parameter_groups, or " + skip)
-    for number, group in enumerate(saved["groups"]):
-        for name, value in optimizer.defaults.items():
+    for number, (group, defaults) in enumerate(zip(saved["groups"], defaults_by_group(optimizer), strict=True)):
+        for name, value in defaults.items():
             if name not in group:
                 what = f"group {number} of the checkpoint's optimizer lacks {name}"
                 raise CheckpointError(what, where=str(where), fix=skip)

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from autoptd.checkpoint import contents, dcp, folder
-from autoptd.checkpoint.entries import COUNTS, MOMENTS, Entry, model_entries, optimizer_entry
+from autoptd.checkpoint.entries import COUNTS, MOMENTS, NUMBERS, Entry, model_entries, optimizer_entry
 from autoptd.checkpoint.files import LOAD_OLDER
 from autoptd.checkpoint.index import Index
 from autoptd.checkpoint.progress import check_optimizer, read_progress
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
 from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.optimizers.step import Updated
 from autoptd.runtime.trainer import Trainer
 
 _SHOWN = 12  # tensors named in an error
@@ -52,7 +53,7 @@ def restore(
         )
     if optimizer:
         check_optimizer(where, progress, trainer.optimizer)
-        _check_moments(where, known, _required(trainer, ()))
+        _check_moments(where, known, trainer)
         states = _empty_states(trainer, known)
         _check_states(where, states, trainer)
         entries += [entry for found in states.values() for entry in found.values()]
@@ -124,14 +125,16 @@ def _check_shapes(where: Path, required: Mapping[str, tuple[int, ...]], known: I
         raise CheckpointError("the checkpoint is of another model", where="\n".join(lines), fix=fix)
 
 
-def _check_moments(where: Path, known: Index, trained: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless moments have their parameter's shape and counts are 0-dim."""
+def _check_moments(where: Path, known: Index, trainer: Trainer) -> None:
+    """Raise CheckpointError unless counts are 0-dim, and the moments of elementwise updates like their parameters."""
+    trained = _required(trainer, ())
     for key, saved in known.items():
         kind, _, rest = key.partition(".")
         name = rest.rpartition(".")[0]
-        if kind in (MOMENTS, COUNTS) and name in trained:
+        if kind in (MOMENTS, COUNTS, NUMBERS) and name in trained:
             shape = trained[name] if kind == MOMENTS else ()
-            if saved.shape != shape or saved.dtype.is_complex:
+            free = kind == MOMENTS and name in trainer.update.whole
+            if (saved.shape != shape and not free) or saved.dtype.is_complex:
                 what = f"{key} is {saved.dtype} of shape {list(saved.shape)}, not real numbers of shape {list(shape)}"
                 raise CheckpointError(what, where=str(where), fix=LOAD_OLDER)
 
@@ -151,14 +154,23 @@ def _check_types(where: Path, entries: Collection[Entry], known: Index, trainer:
 
 
 def _check_states(where: Path, states: Mapping[int, Mapping[str, Entry]], trainer: Trainer) -> None:
-    """Raise CheckpointError unless parameters of a group have the same optimizer state, or none if never stepped."""
-    piece_of = {id(trainer.pieces[i].param): i for i in states}  # a group may hold other parameters, or none of these
+    """Raise CheckpointError unless parameters of a group have the same optimizer state, or none if never stepped.
+
+    The state of whole parameters may depend on their shape.
+    """
+    updated = trainer.update.updated
+    places = {id(updated[i].param): i for i in states}  # a group may hold other parameters, or none of these
     wrong = []
     for group in trainer.optimizer.param_groups:
-        found = {i: set(states[i]) for i in (piece_of[id(p)] for p in group["params"] if id(p) in piece_of)}
-        expected = set().union(*found.values())
-        for i, leaves in found.items():
-            wrong += [f"{trainer.pieces[i].name}: no {leaf} in it" for leaf in sorted(expected - leaves)]
+        alike: dict[object, list[int]] = {}
+        for i in (places[id(p)] for p in group["params"] if id(p) in places):
+            shape = trainer.layout.parameters[updated[i].name].shape
+            alike.setdefault(shape if updated[i].piece is None else None, []).append(i)
+        for found in alike.values():
+            expected = set().union(*(states[i] for i in found))
+            wrong += [
+                f"{updated[i].name}: no {leaf} in it" for i in found for leaf in sorted(expected - set(states[i]))
+            ]
     _refuse_on_all_ranks(where, "the checkpoint lacks state of the optimizer", wrong, trainer.communicators)
 
 
@@ -180,19 +192,26 @@ def _report(where: Path, entries: Collection[Entry], manifest: Mapping[str, Any]
 
 
 def _empty_states(trainer: Trainer, known: Index) -> dict[int, dict[str, Entry]]:
-    """Return zeros for the saved optimizer state of each piece, by the piece's index and the state's key."""
+    """Return zeros for the saved state of each parameter that is updated here, by its index and the state's key."""
     saved: dict[str, list[tuple[str, str]]] = {}
     for key in known:
         kind, _, rest = key.partition(".")
-        if kind in (MOMENTS, COUNTS):
+        if kind in (MOMENTS, COUNTS, NUMBERS):
             name, _, leaf = rest.rpartition(".")
             saved.setdefault(name, []).append((kind, leaf))
     found: dict[int, dict[str, Entry]] = {}
-    for i, piece in enumerate(trainer.pieces):
-        for kind, leaf in saved.get(piece.name, ()):
-            dtype = known[f"{kind}.{piece.name}.{leaf}"].dtype
-            empty = torch.zeros((), dtype=dtype) if kind == COUNTS else torch.zeros_like(piece.param.detach())
-            found.setdefault(i, {})[leaf] = optimizer_entry(trainer, piece, leaf, empty)
+    for i, updated in enumerate(trainer.update.updated):
+        for kind, leaf in saved.get(updated.name, ()):
+            held, like = known[f"{kind}.{updated.name}.{leaf}"], updated.param.detach()
+            if kind == NUMBERS:
+                empty: Any = torch.zeros((), dtype=held.dtype).item()
+            elif kind == COUNTS:
+                empty = torch.zeros((), dtype=held.dtype)
+            elif updated.piece is None:
+                empty = torch.zeros(held.shape, dtype=held.dtype, device=like.device)
+            else:
+                empty = torch.zeros_like(like)
+            found.setdefault(i, {})[leaf] = optimizer_entry(trainer, updated, leaf, empty)
     return found
 
 
@@ -206,9 +225,8 @@ def _fill_optimizer(trainer: Trainer, states: Mapping[int, Mapping[str, Entry]],
         for param, number in zip(group["params"], own["params"], strict=True)
     }
     state["state"] = {
-        numbers[id(trainer.pieces[i].param)]: {
-            leaf: entry.flat.view(()) if entry.key.startswith(f"{COUNTS}.") else entry.flat
-            for leaf, entry in found.items()
+        numbers[id(trainer.update.updated[i].param)]: {
+            leaf: _value(entry, trainer.update.updated[i]) for leaf, entry in found.items()
         }
         for i, found in states.items()
     }
@@ -216,3 +234,11 @@ def _fill_optimizer(trainer: Trainer, states: Mapping[int, Mapping[str, Entry]],
         {**saved, "params": own["params"]} for saved, own in zip(groups, state["param_groups"], strict=True)
     ]
     optimizer.load_state_dict(state)
+
+
+def _value(entry: Entry, updated: Updated) -> Any:
+    """Return the state that a filled entry holds: a number, or a tensor of a piece's or of its own shape."""
+    kind = entry.key.partition(".")[0]
+    if kind == NUMBERS:
+        return entry.flat.item()
+    return entry.flat.view(entry.whole) if kind == COUNTS or updated.piece is None else entry.flat

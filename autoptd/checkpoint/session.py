@@ -16,6 +16,7 @@ from autoptd.checkpoint.restore import damage_here, restore
 from autoptd.checkpoint.saver import Saver
 from autoptd.errors import CheckpointError
 from autoptd.plans.model import Plan
+from autoptd.runtime.optimizers.several import described
 from autoptd.runtime.trainer import Trainer
 
 
@@ -46,13 +47,13 @@ class Session:
         progress = {
             "step": step,
             "random": {"seed": trainer.dropout.seed, "step": trainer.dropout.step},
-            "optimizer": {"class": type(trainer.optimizer).__name__, "groups": groups},
+            "optimizer": {"class": described(trainer.optimizer), "groups": groups},
             "others": {name: other.state_dict() for name, other in others.items()},
             "loss_scale": trainer.finite.scaling.state_dict() if trainer.finite.scaling is not None else None,
         }
         manifest = {
             **self._described,
-            "optimizer": type(trainer.optimizer).__name__,
+            "optimizer": described(trainer.optimizer),
             "versions": {
                 "autoptd": version("autoptd"),
                 "torch": torch.__version__,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from autoptd.checkpoint.pickles import LONGEST, Maker, Name, checked_key, read_pickle
-from autoptd.checkpoint.regions import Ints
+from autoptd.layout.regions import Ints
 
 DTYPES = {
     name: getattr(torch, name)

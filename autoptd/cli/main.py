@@ -264,7 +264,12 @@ def _parser() -> _Parser:
         help="global (default): the loss of the whole batch, or an error; else terms that are no sums are averaged "
         "over microbatches, of one dp rank or of all together",
     )
-    plan.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: %(default)s")
+    plan.add_argument(
+        "--optimizer",
+        choices=["adamw", "sgd", "lion", "adafactor", "muon"],
+        default="adamw",
+        help="default: %(default)s",
+    )
     fixed = f"fix options, as tp=8,zero=2: {', '.join(FIXED)}"
     plan.add_argument("--fix", type=read_fix, action=Together, metavar="K=V,…", help=fixed)
     assumed = f"predict only, with options that no generated program can run: {', '.join(ASSUMABLE)}"

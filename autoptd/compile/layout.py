@@ -17,6 +17,7 @@ from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
 from autoptd.passes.held_tensors import held_tensors
+from autoptd.passes.hidden_matrices import hidden_matrices
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
@@ -78,6 +79,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))
     order += [n for n in held if n not in set(order)]
     skipped = _skipped_by(folded)
+    hidden = hidden_matrices(folded)
     owned, unused = name_blocks(folded).owned, {traced.parameters[n.name] for n in folded.unused_parameters}
     parameters = {
         name: TensorSpec(
@@ -91,6 +93,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             idle=name in unused,
             skipped=skipped.get(name, ()),
             ep=plan.mesh.ep if name in experts else 1,
+            hidden=name in hidden,
             over_tp=name in experts and plan.mesh.etp == 1 and plan.mesh.tp > 1,
         )
         for name in order

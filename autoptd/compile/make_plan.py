@@ -100,6 +100,7 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         loss_averaging=folded.traced.averaging,
         statistics=folded.statistics.count,
         updates=source.updates,
+        whole=tuple(sorted(staged.chunks.whole.shapes)),
         method=_execution_options(staged, sharding, folded),
         stages=tuple(
             _stage(folded, run, policies, _common_policy(staged), device_of(staged, task.cluster, k))

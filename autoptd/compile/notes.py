@@ -48,6 +48,7 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
         notes.append(f"parameters that do not reach the loss are not trained: {', '.join(sorted(unused))}")
     notes += statistics_notes(source, answer.staged)
     notes += update_notes(source)
+    notes += whole_notes(answer.staged)
     notes += attention_notes(source, answer.staged)
     notes += _embedding_notes(source, answer)
     notes += _context_notes(source, answer)
@@ -67,6 +68,26 @@ def update_notes(source: TracedModel) -> list[str]:
     return [
         f"forward updates buffers ({', '.join(names)}): once per step, from {source.folded.updates.width:,} sums over "
         "the whole batch, after all forward passes have read the old values"
+    ]
+
+
+def whole_notes(staged: Staged) -> list[str]:
+    """Return a note on the parameters that the optimizer updates as whole tensors, and what that costs."""
+    chunks, c = staged.chunks, staged.candidate
+    if not chunks.whole.shapes:
+        return []
+    ends = [(chunks.on(rank), list(staged.route.of(staged.solution.boundaries, rank))) for rank in range(c.pp)]
+    seconds = max(costs.whole_s(costs.whole_load(runs)) for costs, runs in ends)
+    memory = max(costs.whole_load(runs).temporary_bytes(costs.main, costs.stage_ranks) for costs, runs in ends)
+    moved = sum(costs.whole_load(runs).moved for costs, runs in ends)
+    names = fold_names(chunks.whole.shapes)
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    text = f"{chunks.optimizer} updates whole tensors ({shown})"
+    if not moved:
+        return [f"{text}, which every rank holds: no exchange"]
+    return [
+        f"{text}, each at one of the ranks of its stage: {moved:,} elements are brought together per step and sent "
+        f"back, {1e3 * seconds:,.3g} ms with the products of the update, {memory / 2**20:,.0f} MiB meanwhile on a rank"
     ]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from autoptd.compile.program import read_sharding
 from autoptd.compile.traced import TracedModel, read_model
-from autoptd.cost_models.memory import D, N, U, formulas, in_flight
+from autoptd.cost_models.memory import D, K, N, U, formulas, in_flight
 from autoptd.explain.plan import WIDTH, headline, render
 from autoptd.explain.tables import columns
 from autoptd.passes.analysis.activations import nbytes, saved_activations, symbolic_bytes
@@ -75,7 +75,7 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
     names = size_names(getattr(source.model, "config", None))
     state = formulas(
         precision=plan.precision,
-        optimizer=plan.optimizer if plan.optimizer != "custom" else "adamw",
+        optimizer=plan.optimizer,
         zero=plan.zero,
         gradients=plan.method.gradients,
     )
@@ -149,6 +149,7 @@ def explain_memory(plan: Plan, source: TracedModel, sharding: Sharding, width: i
         f"{N}: elements of a rank's parameters, padding included; {D}: ranks over which ZeRO shards; "
         f"{U}: elements of the largest block"
     )
+    legend += f"; {K}: optimizer state per element, on average" if plan.whole else ""
     sizes = ", ".join(f"{name} = {value}" for name, value in data["sizes"].items())
     state = columns("part", "bytes", gap=1)
     for name, text in data["state"].items():

@@ -136,6 +136,8 @@ def method(plan: PlanData) -> str:
         parts.append(f"{plan.statistics:,} sums over the batch within each pass, over dp {plan.mesh.dp}")
     if plan.updates:
         parts.append("buffers updated at the end of a step")
+    if plan.whole:
+        parts.append(f"{len(plan.whole):,} parameters updated as whole tensors at their owners")
     text = f"execution: {', '.join(parts)}"
     return f"{text}\npredicted only: {'; '.join(plan.not_runnable)}" if plan.not_runnable else text
 

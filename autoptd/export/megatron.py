@@ -177,10 +177,12 @@ def _data_parallel(plan: Plan) -> Items:
     method, dp = plan.method, plan.mesh.dp
     if plan.precision in ("bf16", "fp16"):
         yield f"--{plan.precision}", ""
-    if plan.optimizer == "custom":
-        yield "the optimizer is your own: --optimizer is left to you"
+    known = {"adamw": "adam", "sgd": "sgd"}
+    if plan.optimizer in known:
+        yield "--optimizer", known[plan.optimizer]
     else:
-        yield "--optimizer", {"adamw": "adam", "sgd": "sgd"}[plan.optimizer]
+        named = "your own" if plan.optimizer.startswith("custom") else plan.optimizer
+        yield f"the optimizer is {named}: --optimizer is left to you"
     if plan.zero:
         yield "--use-distributed-optimizer", ""
     if plan.zero > 1:

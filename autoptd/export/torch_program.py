@@ -112,7 +112,7 @@ def _docstring(plan: Plan, differs: tuple[str, ...]) -> str:
 
 
 def _optimizer(plan: Plan) -> str:
-    name = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD", "custom": "YourOptimizer"}[plan.optimizer]
+    name = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}.get(plan.optimizer, "YourOptimizer")
     return f"{name}(parallel.parameters(), lr=…)"
 
 

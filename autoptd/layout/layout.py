@@ -32,6 +32,7 @@ class TensorSpec:
     skipped: tuple[tuple[str, float], ...] = ()  # key and rate of the masks of layers that alone read it
     ep: int = 1  # ranks of the expert mesh that dim 0, the experts, is split over; outside a split on tp
     updated: bool = False  # a buffer that gets a new value in each step
+    hidden: bool = False  # a matrix between embedding and head
     over_tp: bool = False  # of experts that no tp ranks share: ep and its copies extend over tp
 
     @property

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from autoptd.cost_models.memory import Memory, model_state
+from autoptd.cost_models.memory import MAIN_BYTES, UPDATE_COSTS, Memory, model_state
 from autoptd.layout.layout import Layout
+from autoptd.layout.owners import Owners
 from autoptd.layout.packing import Bucket, overlap, pack
 from autoptd.layout.placements import Placement, Split
 
@@ -145,20 +146,44 @@ def _elements(bucket: Bucket) -> int:
     return bucket.stop - bucket.start
 
 
-def state_bytes(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int = 0, fullest: bool = False) -> Memory:
+def state_bytes(
+    layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int = 0, fullest: bool = False, tp_rank: int = 0
+) -> Memory:
     """Return the bytes of parameters, gradients and optimizer state of a rank, without optimizers' step counts.
 
-    `dp_rank` counts dp and cp together. `fullest`: add what ZeRO 2 and 3 hold unsharded at their peak.
+    `dp_rank` counts dp and cp together. `fullest`: add what ZeRO 2 and 3 hold unsharded at their peak. `tp_rank`
+    matters to optimizers that update whole parameters, each at its owner (`owners.py`).
     """
-    parts = [_state_of(layout, pipeline_rank, optimizer, dp_rank, fullest, ep) for ep in sorted({1, layout.mesh.ep})]
-    return sum(parts[1:], parts[0])
+    cost, names = UPDATE_COSTS[optimizer], whole_names(layout, optimizer)
+    parts = [
+        _state_of(layout, pipeline_rank, optimizer, dp_rank, fullest, ep, names) for ep in sorted({1, layout.mesh.ep})
+    ]
+    owners = Owners(layout, pipeline_rank, names)
+    owned = owners.of(owners.ranks[dp_rank * layout.mesh.tp + tp_rank]) if names else ()
+    kept = sum(cost.elements(spec.shape, True) for w in owned if not (spec := owners.held[w.name]).idle)
+    return sum(parts[1:], parts[0]) + Memory(optimizer=kept * MAIN_BYTES[layout.precision])
 
 
-def _state_of(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int, fullest: bool, ep: int) -> Memory:
-    """Return the state of the parameters that are split over `ep` ranks."""
+def whole_names(layout: Layout, optimizer: str) -> frozenset[str]:
+    """Return the parameters that a named optimizer updates as whole tensors."""
+    whole = UPDATE_COSTS[optimizer].whole
+    trained = {name: spec for name, spec in layout.parameters.items() if spec.trainable}
+    return frozenset(name for name, spec in trained.items() if whole == "all" or (whole == "hidden" and spec.hidden))
+
+
+def _state_of(
+    layout: Layout,
+    pipeline_rank: int,
+    optimizer: str,
+    dp_rank: int,
+    fullest: bool,
+    ep: int,
+    whole: frozenset[str],
+) -> Memory:
+    """Return the state of parameters that are split over `ep` ranks, without the optimizer's of those in `whole`."""
     tp, dp, sharing = layout.mesh.tp, layout.mesh.copies, 1
     alone, held, units, idle, frozen = 0, list[tuple[Hashable, int]](), list[Unit](), set[int](), dict[int, int]()
-    for spec in layout.parameters.values():
+    for name, spec in layout.parameters.items():
         if spec.ep == ep and pipeline_rank in (holders := layout.mesh.holders(spec.stages)):
             dp, sharing = layout.copies(spec), layout.sharing_of(spec)
             elements, itemsize = math.prod(spec.local_shape(tp)), (spec.dtype or layout.dtype).itemsize
@@ -167,7 +192,7 @@ def _state_of(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int, 
                 continue
             if not spec.trainable:
                 frozen[len(held)] = itemsize
-            elif spec.idle:
+            elif spec.idle or name in whole:
                 idle.add(len(held))
             held.append(((spec.dtype, buffer_class(spec.placement), holders), elements))
             units.append(spec.unit)
@@ -182,7 +207,7 @@ def _state_of(layout: Layout, pipeline_rank: int, optimizer: str, dp_rank: int, 
         dp=dp,
         shards=sharing,
         whole_numel=found.whole if fullest else 0,
-        stepped=found.stepped_by(dp_rank * dp // layout.mesh.copies),
+        kept=UPDATE_COSTS[optimizer].moments * found.stepped_by(dp_rank * dp // layout.mesh.copies),
     )
     gathered = found.gathered_bytes(layout.dtype.itemsize) if fullest and layout.zero == 3 else 0
     return state + Memory(parameters=alone + found.frozen_bytes + gathered)

@@ -15,6 +15,7 @@ from autoptd.errors import PlanFileError, nearest
 from autoptd.passes.analysis.collectives import count_collectives
 from autoptd.passes.fold import Folded
 from autoptd.passes.sharding.sharding import Sharding, activation_splits, parameter_splits, to_text
+from autoptd.search.step_end.whole_updates import whole_updates
 
 if TYPE_CHECKING:
     from autoptd.plans.model import Plan
@@ -44,6 +45,7 @@ def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
         "segments": [segment.name for segment in folded.segments],
         "statistics": folded.statistics.count,
         "updates": sorted(folded.traced.buffers[name] for name in folded.updates.values),
+        "whole": sorted(whole_updates(folded, plan.optimizer).shapes),
         "stages": [{"modules": modules(folded, stage.first, stage.last)} for stage in plan.stages],
         "splits": {
             "parameters": parameter_splits(folded, sharding),
@@ -57,6 +59,7 @@ def check_derived(plan: Plan, folded: Folded, sharding: Sharding) -> None:
         "segments": list(plan.segments),
         "statistics": plan.statistics,
         "updates": list(plan.updates),
+        "whole": list(plan.whole),
         "stages": [{"modules": stage.modules} for stage in plan.stages],
         "splits": {"parameters": plan.splits.parameters, "activations": plan.splits.activations},
         "strategies": plan.strategies,

@@ -163,7 +163,7 @@ class PlanData(Part):
     batch: Count
     sizes: Annotated[dict[Word, Count], Field(max_length=100)]
     precision: Literal["bf16", "fp16", "fp32", "fp64"]
-    optimizer: Literal["adamw", "sgd", "custom"]
+    optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon", "custom", "custom-whole"]
     mesh: MeshSizes
     schedule: Schedule
     zero: Annotated[int, Field(ge=0, le=3)]
@@ -171,6 +171,7 @@ class PlanData(Part):
     loss_averaging: Literal["global", "per-microbatch", "per-microbatch-over-dp"] = "global"
     statistics: Annotated[int, Field(ge=0, lt=2**31)] = 0  # sums over the batch that samples are normalised by
     updates: tuple[Dotted, ...] = ()  # buffers that get a new value in each step, from sums over the whole batch
+    whole: tuple[Dotted, ...] = ()  # parameters that the optimizer updates as whole tensors; left out if empty
     method: ExecutionOptions = ExecutionOptions()
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1, max_length=STAGES)]
     segments: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -196,7 +197,8 @@ class PlanData(Part):
     def to_json(self) -> str:
         """Return the text of the plan file: equal bytes for equal plans."""
         held = self.certificate
-        data = self.model_dump(mode="json", exclude=None if held else {"certificate"})
+        left_out = {name for name in ("certificate", "whole") if not getattr(self, name)}
+        data = self.model_dump(mode="json", exclude=left_out)
         if held is not None and held.signature is None:
             del data["certificate"]["signature"]
         return json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n"

@@ -33,7 +33,9 @@ from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
 from autoptd.runtime.lazy_tensor import Stored, own_part
 from autoptd.runtime.loss_scaling import Finite, LossScale
-from autoptd.runtime.optimizer import Factory, ParameterGroup, grouped, make_optimizer
+from autoptd.runtime.optimizers.groups import ParameterGroup
+from autoptd.runtime.optimizers.named import Factory
+from autoptd.runtime.optimizers.step import OptimizerStep
 from autoptd.runtime.zero.materialise import check_names, materialise, tied_groups
 from autoptd.runtime.zero.param_buffers import ParameterShard, squared_norm
 from autoptd.schedule import forward_only, training_step, with_communication
@@ -42,9 +44,9 @@ from autoptd.schedule import forward_only, training_step, with_communication
 class Trainer:
     """The training program of one rank, with one stage per chunk. Construction is a collective.
 
-    Stages with values keep them; those on meta need `load_parameters` before the first step. `optimizer`: "adamw" or
-    "sgd" (keyword arguments go to torch's class), or a factory over parameters; elementwise ones only. `clip_norm`
-    bounds the global gradient norm. `non_finite`: "raise" or "skip", on all ranks, if loss or norm is not finite (see
+    Stages with values keep them; those on meta need `load_parameters` before the first step. `optimizer`: a
+    name (keyword arguments go to its class), or a factory over parameters (`optimizers/`). `clip_norm` bounds the
+    global gradient norm. `non_finite`: "raise" or "skip", on all ranks, if loss or norm is not finite (see
     `finite`). Raises PlanError if stages and layout do not match.
     """
 
@@ -73,8 +75,10 @@ class Trainer:
         self._buffers, self._tensors = materialise(self.stages, layout, communicators, tied)
         self._pieces = self._buffers.pieces(communicators.stage)
         self._frozen_pieces = self._buffers.frozen_pieces(communicators.stage)
-        given = grouped([(piece.name, piece.param) for piece in self._pieces], groups)
-        self.optimizer = make_optimizer(optimizer, given, **optimizer_kwargs)
+        self.update = OptimizerStep(
+            optimizer, optimizer_kwargs, groups, layout, communicators, self._pieces, self._tensors
+        )
+        self.optimizer = self.update.optimizer
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
         self._executor = Executor(self.stages, communicators, self._dropout, recomputed, layout.slices, layout.modules)
         mesh = layout.mesh
@@ -253,9 +257,7 @@ class Trainer:
             return agreed[0].to(self.layout.main_dtype)
         if self.clip_norm is not None:
             self._buffers.scale_gradients((self.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
-        for piece in self._pieces:
-            piece.param.grad = piece.grad if piece.name in self._used else None
-        self.optimizer.step()
+        self.update.run(self._used)
         self._buffers.end_step()
         return agreed[0].to(self.layout.main_dtype)
 

@@ -55,8 +55,7 @@ class MemoryFilter:
         return self._state(self.numel[0], shards, zero)
 
     def _state(self, trained: int, shards: int, zero: int, frozen: bool = True) -> Memory:
-        optimizer = self.optimizer if self.optimizer in ("adamw", "sgd") else "adamw"
-        state = model_state([trained], precision=self.precision, optimizer=optimizer, zero=zero, dp=shards)
+        state = model_state([trained], precision=self.precision, optimizer=self.optimizer, zero=zero, dp=shards)
         return state + Memory(parameters=self.frozen_bytes // (shards if zero == 3 else 1) if frozen else 0)
 
     def parts(self, c: Candidate) -> list[tuple[int, Copies]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout
-from autoptd.passes.flex_attention import eager_flex_attention
+from autoptd.passes.known.flex_attention import eager_flex_attention
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
-from autoptd.runtime.optimizer import NAMED, ParameterGroup, grouped
+from autoptd.runtime.optimizers.groups import ParameterGroup, choose
+from autoptd.runtime.optimizers.named import Factory
 
 if TYPE_CHECKING:
     from autoptd.api import Parallel
@@ -82,19 +83,22 @@ def train_alone(
     *,
     loss: Callable[..., Tensor] | None = None,
     targets: Targets | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | Factory = "adamw",
     optimizer_options: Mapping[str, Any] | None = None,
     groups: Sequence[ParameterGroup] = (),
     clip_norm: float | None = None,
+    hidden: Collection[str] = (),
 ) -> Trained:
     """Train a copy of the model and its loss in plain PyTorch: whole batches, one process.
 
-    Keywords are those of `autoptd.parallelize`; batches hold the inputs and the targets.
+    Keywords are those of `autoptd.parallelize`; batches hold the inputs and the targets. `hidden`: the matrices that
+    Muon updates.
     """
     objective, _ = read_objective(loss, {}, targets)
     objective, model = objective.joined(model)
     model = copy.deepcopy(model, {id(x): x.detach() for x in computed_tensors(model)})
-    stepper = NAMED[optimizer](grouped(model.named_parameters(), groups), **(optimizer_options or {}))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stepper = choose(optimizer, optimizer_options or {}, groups, trained, hidden).build(trained)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         stepper.zero_grad()

@@ -22,15 +22,16 @@ from autoptd.compile.traced import TracedModel
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
-from autoptd.passes.flex_attention import eager_flex_attention
 from autoptd.passes.graph import info
+from autoptd.passes.hidden_matrices import hidden_matrices
+from autoptd.passes.known.flex_attention import eager_flex_attention
 from autoptd.passes.known.numpy_functions import NUMPY
+from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import replaced_functions
 from autoptd.passes.random.skipped_layers import skipping_masks
-from autoptd.passes.recurrence import layer_by_layer
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH
-from autoptd.runtime.optimizer import NAMED
+from autoptd.runtime.optimizers.groups import choose
 from autoptd.verification.copies import copied
 from autoptd.verification.keyed import TYPES, Draw, Keyed, MoreDraws
 
@@ -115,7 +116,8 @@ def train_plain(
     model, objective = copied(source.model), source.objective.in_precision(torch.float64)
     if rounded:
         change_last_bits(model)
-    stepper = NAMED[optimizer](model.parameters(), **options)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stepper = choose(optimizer, options, (), trained, hidden_matrices(source.folded)).build(trained)
     steps: list[PlainStep] = []
     clip = 0.0
     for number, batch in enumerate(batches):

@@ -20,10 +20,11 @@ from torch.export import Dim
 from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
-from autoptd.passes.flex_attention import dense_flex_attention
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
+from autoptd.passes.known.flex_attention import dense_flex_attention
 from autoptd.passes.known.numpy_functions import NUMPY
+from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import replaced_functions
 from autoptd.passes.known.scans import SCANS
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
@@ -37,7 +38,6 @@ from autoptd.passes.normalise.view_writes import (
 )
 from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
-from autoptd.passes.recurrence import layer_by_layer
 from autoptd.passes.trace.collect import collect
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, with_ctc_shapes, without_shape_cache

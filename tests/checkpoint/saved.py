@@ -61,29 +61,29 @@ class Made:
 
 
 @cache
-def source() -> TracedModel:
+def source(precision: str = "fp32") -> TracedModel:
     """Trace the model, whose second layer is frozen."""
     torch.manual_seed(0)
     model = NanoGPT(SIZES)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".1." not in name)
-    return autoptd.trace(model, seq=8, precision="fp32")
+    return autoptd.trace(model, seq=8, precision=precision)
 
 
 @cache
-def made(name: str) -> Made:
+def made(name: str, precision: str = "fp32") -> Made:
     fix = dict({**PLANS, **OTHERS}[name])
     world = fix["dp"] * fix["tp"] * fix["pp"] * fix.get("cp", 1)
-    parallel = autoptd.parallelize(source(), world=world, batch=BATCH, cluster="dgx-h100", fix=fix)
+    parallel = autoptd.parallelize(source(precision), world=world, batch=BATCH, cluster="dgx-h100", fix=fix)
     layout = replace(parallel.layout, bucket_elements=1000)  # so that a rank has shards of many parameters
     return Made(parallel.plan, layout, parallel.program, parallel.initial_values())
 
 
-def trainer_of(c: Communicators, job: Made) -> Trainer:
+def trainer_of(c: Communicators, job: Made, optimizer: Any = "adamw", options: Mapping[str, Any] = OPTIONS) -> Trainer:
     with torch.device("meta"):
         cut = stage_axes(job.layout, c.cp, c.ep, c.dp)
         stages = [load_stage(job.program, k)(Axis(c.tp), **cut) for k in c.mesh.stages_of(c.stage)]
-    trainer = Trainer(stages, job.layout, c, "adamw", **OPTIONS)
+    trainer = Trainer(stages, job.layout, c, optimizer, **options)
     trainer.load_parameters(job.values)
     return trainer
 

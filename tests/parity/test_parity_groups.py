@@ -12,7 +12,7 @@ from torch import nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.layout.mesh import Mesh
-from autoptd.runtime.optimizer import ParameterGroup, grouped, make_optimizer, read_groups
+from autoptd.runtime.optimizers.groups import ParameterGroup, choose, read_groups
 from autoptd.testing.parity import Trained, train_alone, train_in_lockstep
 from tests.parity.parity_check import OPTIONS, batches, case, complaints, parallel, planned
 from tests.parity.parity_check import Variant as Way
@@ -49,9 +49,10 @@ def test_groups_are_stepped_as_they_say(name: str, mesh: Mesh) -> None:
 
 def test_every_rank_has_every_group() -> None:
     """Schedulers and logs index groups by position."""
-    groups = read_groups([{**NORMS, "names": "*.bias"}, TABLES], ["embed.weight", "a.bias"])
-    given = grouped([("a.bias", nn.Parameter(torch.ones(2)))], groups)
-    made = make_optimizer("adamw", given, lr=1e-3, weight_decay=0.1)
+    names = ["embed.weight", "a.bias"]
+    groups = read_groups([{**NORMS, "names": "*.bias"}, TABLES], names)
+    chosen = choose("adamw", {"lr": 1e-3, "weight_decay": 0.1}, groups, names)
+    made = chosen.build({"a.bias": nn.Parameter(torch.ones(2))})
     assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0, 0.5]
     assert [g["lr"] for g in made.param_groups] == [1e-3, 1e-3, 1e-4]
     assert [g["params"][0].numel() for g in made.param_groups] == [0, 2, 0]
@@ -59,15 +60,15 @@ def test_every_rank_has_every_group() -> None:
 
 def test_the_first_that_fits_counts() -> None:
     groups = read_groups([{"names": ["a.*"], "lr": 1.0}, {"names": ["*"], "lr": 2.0}], ["a.x", "b.x"])
-    given = grouped([("a.x", nn.Parameter(torch.ones(1))), ("b.x", nn.Parameter(torch.ones(1)))], groups)
-    assert [len(g["params"]) and g["params"][0].numel() for g in given] == [0, 1, 1]
+    assert [g.names for g in choose("sgd", {}, groups, ["a.x", "b.x"]).groups] == [(), ("a.x",), ("b.x",)]
 
 
 def test_a_factory_gets_the_groups() -> None:
     seen: list[Any] = []
-    given = grouped([("a", nn.Parameter(torch.ones(1)))], read_groups([{"names": "a", "lr": 0.5}], ["a"]))
-    make_optimizer(lambda groups: seen.extend(groups) or torch.optim.SGD(groups, lr=0.1), given)
-    assert seen[1]["lr"] == 0.5
+    groups = read_groups([{"names": "a", "lr": 0.5}], ["a"])
+    made = choose(lambda given: seen.append(given) or torch.optim.SGD(given, lr=0.1), {}, groups, ["a"])
+    made.build({"a": nn.Parameter(torch.ones(1))})
+    assert seen[-1][1]["lr"] == 0.5 and seen[-1][1]["params"][0].numel() == 1
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def _rank_choices(
     `thorough`."""
     stage_cost, alive = stages.stage_cost(rank), stages.held(rank)
     mine = list(stages.candidate.route.of(cuts, rank))
-    state, upcast = stages.chunks.state(mine, cuts), stages.chunks.upcast_bytes(mine)
+    state, upcast = stages.chunks.state(mine, cuts), stages.chunks.update_bytes(mine)
     index = np.indices([len(c.recompute_s) for c in chunks]).reshape(len(chunks), -1)
     each = [c.kept[i] for c, i in zip(chunks, index, strict=True)]
     rows = [sum(n * k for n, k in zip(row, each, strict=True)) for row in alive.rows]

@@ -406,14 +406,14 @@ def test_gradients_of_the_compute_type_are_widened_for_the_step(
     own, _ = chunks(traced, zero=zero, gradients=gradients)
     runs = [(0, 1), (2, 3)]
     trained = own.numel(0, 1)[1] + own.numel(2, 3)[1]
-    assert own.upcast_bytes(runs) == (4 * -(-trained // shards) if shards else 0)
+    assert own.update_bytes(runs) == (4 * -(-trained // shards) if shards else 0)
 
 
 def test_the_step_may_be_the_fullest_moment(traced: autoptd.TracedModel) -> None:
     fix = {"zero": 0, "recompute": "full", "micro": 1, "dp": 4, "pp": 1}
     narrow, wide = (planned(traced, **fix, gradients=g).predicted.memory[0] for g in ("compute", "main"))
     own, _ = chunks(traced, **fix, gradients="compute")
-    upcast = own.upcast_bytes([(0, len(traced.folded.segments) - 1)])
+    upcast = own.update_bytes([(0, len(traced.folded.segments) - 1)])
     assert upcast == 4 * own.numel(0, len(traced.folded.segments) - 1)[1]
     assert narrow["activations"] == wide["activations"] and wide["temporary"] < upcast - wide["activations"]
     assert narrow["temporary"] + narrow["activations"] == upcast

@@ -17,6 +17,7 @@ from autoptd.ops.tp_axis import Axis
 from autoptd.plans.model import Plan
 from autoptd.runtime import executor, messages, trainer
 from autoptd.runtime.comm.threaded import LockstepGroup
+from autoptd.runtime.optimizers.step import OptimizerStep
 from autoptd.runtime.zero import flat_buffer as storage
 from autoptd.runtime.zero import grad_reduce as reduction
 from autoptd.runtime.zero import param_buffers as buffers
@@ -195,15 +196,14 @@ def a_gradient_taken_twice(patch: Patch) -> None:
 
 def steps_once(patch: Patch) -> None:
     """Drop all steps of the optimizer but the first."""
-    whole = trainer.make_optimizer
+    whole = OptimizerStep.run
 
-    def make(*args: Any, **options: Any) -> Any:
-        made = whole(*args, **options)
-        steps, step = iter(range(1)), made.step
-        made.step = lambda: step() if next(steps, None) is not None else None
-        return made
+    def run(self: Any, used: Any) -> None:
+        if not vars(self).setdefault("stepped", False):
+            whole(self, used)
+        self.stepped = True
 
-    patch.setattr(trainer, "make_optimizer", make)
+    patch.setattr(OptimizerStep, "run", run)
 
 
 CODE = [  # plan, planted fault, message of the first fault

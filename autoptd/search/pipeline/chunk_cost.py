@@ -2,7 +2,7 @@
 
 forward     kernels + tp collectives + exposed parameter all-gather (ZeRO-3)
 backward    like forward, + recomputation + gradient accumulation
-end         gradient reduction over dp, optimizer step, all-gather of updated parameters (ZeRO-1)
+end         `search/step_end`
 
 Overlapped communication is hidden up to the duration of the compute, except for its first piece. While it runs, the
 device has fewer multiprocessors for kernels (`Device.collective_multiprocessors`).
@@ -16,26 +16,24 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
-from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, Memory, model_state, optimizer_step_bytes
+from autoptd.cost_models.memory import Memory, model_state
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
-from autoptd.layout.placements import BP
-from autoptd.layout.state_bytes import buffer_class, elements_of, packed
+from autoptd.layout.state_bytes import buffer_class, packed
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import Candidate, Copies
-from autoptd.search.pipeline.chunk_parameters import ChunkParameters
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held
-from autoptd.search.sharding.dispatch_cost import dispatched_s, spread_over
+from autoptd.search.sharding.dispatch_cost import dispatched_s
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
 from autoptd.search.sharding.kind_cost import KindCost, exposed_s, price
 from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.search.step_end.costs import StepEnd
 
 _CLASSES = 8  # most buffers of a stage: parameters of one dtype, placement and set of stages share one
 
 
-class ChunkCosts(ChunkParameters):
+class ChunkCosts(StepEnd):
     """Costs of runs of segments of one sharded model under one candidate; called thousands of times."""
 
     def __init__(
@@ -47,16 +45,7 @@ class ChunkCosts(ChunkParameters):
         precision: str,
         optimizer: str,
     ) -> None:
-        super().__init__(tensors, spread_over(sharded, candidate, method, tensors.cluster), candidate)
-        self.method = method
-        self.precision = precision
-        self.optimizer = optimizer if optimizer in ("adamw", "sgd") else "adamw"
-        self.cluster: Cluster = tensors.cluster
-        self.copies = replace(candidate, shards=method.shards).copies  # of dense parameters, and of experts
-        self.dp, self.shards = self.copies[0].ranks, self.copies[0].shards
-        self.main, self.compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
-        self.gradient = self.compute if method.gradients == "compute" else self.main
-        self.bucket = elements_of(method.bucket_bytes, self.main)
+        super().__init__(tensors, sharded, candidate, method, precision, optimizer)
         self._passes: dict[str, ChunkCost] = {}
 
     def under(self, cluster: Cluster) -> ChunkCosts:
@@ -215,22 +204,6 @@ class ChunkCosts(ChunkParameters):
             exposed_s(back, backward_s, blocks) + slowdown * min(back, backward_s),
         )
 
-    def _collective_s(self, name: str, nbytes: float, ranks: int, stride: int = 0) -> float:
-        """Return seconds of a collective over ranks `stride` apart, by default neighbours on the data axis."""
-        return collective_s(name, nbytes, self.cluster, ranks, stride or self.candidate.tp, self.candidate.world)
-
-    def _sum_s(self, nbytes: float, copies: Copies) -> float:
-        """Return seconds of reducing gradients over the ranks that hold the same parameters."""
-        c = self.candidate
-        return sum_in_shards_s(nbytes, self.cluster, copies.ranks, copies.shards, copies.stride, c.world)
-
-    def _trained(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, Copies]]:
-        """Return the local trained elements of these runs of segments, with their copies: experts apart."""
-        if len(self.copies) == 1:
-            return [(sum(self.numel(*run)[1] for run in runs), self.copies[0])]
-        kinds = zip((False, True), self.copies, strict=True)
-        return [(sum(self.numel(*run, experts=experts)[1] for run in runs), copies) for experts, copies in kinds]
-
     @cached_property
     def messages(self) -> Messages:
         """Times of the messages between stages."""
@@ -275,11 +248,14 @@ class ChunkCosts(ChunkParameters):
         """Return the state of parameters that have the same copies."""
         laid = [(name, h) for name, h in own if not (h.frozen and self.candidate.zero < 3)]
         idle = {i for i, (name, h) in enumerate(laid) if name in self._unused and not h.frozen}
+        used = [(name, h.numel) for i, (name, h) in enumerate(laid) if i not in idle]
+        idle |= {i for i, (name, _) in enumerate(laid) if name in self.whole.shapes}
         still = {i: self._dtypes[name].itemsize for i, (name, h) in enumerate(laid) if h.frozen}
         sizes = [((buffer_class(h.placement), shared.get(name), self._dtypes[name]), h.numel) for name, h in laid]
         units = [self._unit(name, runs, cut) for name, _ in laid] if self.candidate.zero >= 2 else ()
         layout = packed(sizes, copies.ranks, copies.shards, self.bucket, idle, units, still)
-        state = self._model_state(layout.buckets, copies, whole_numel=layout.whole, stepped=layout.most_stepped)
+        kept = self.whole.cost.moments * layout.most_stepped + self._load(used, copies).kept
+        state = self._model_state(layout.buckets, copies, whole_numel=layout.whole, kept=kept)
         nbytes = sum(h.numel * self._dtypes[name].itemsize for name, h in own if h.frozen and self.candidate.zero < 3)
         nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if self.candidate.zero == 3 else 0)
         return state + Memory(parameters=nbytes)
@@ -289,7 +265,8 @@ class ChunkCosts(ChunkParameters):
         mine, found = [p for p in self._parameters[segment] if p[4]], Memory()
         for experts, copies in enumerate(self.copies):
             part = [p for p in mine if len(self.copies) == 1 or (p[0] in self._experts) == bool(experts)]
-            found += self._model_state([sum(p[1] for p in part if not p[3])], copies, pad_to=copies.shards)
+            kept = 0 if self.whole.shapes else None  # at another rank, perhaps
+            found += self._model_state([sum(p[1] for p in part if not p[3])], copies, pad_to=copies.shards, kept=kept)
             frozen = sum(p[1] * self._dtypes[p[0]].itemsize for p in part if p[3])
             found += Memory(parameters=frozen // (copies.shards if self.candidate.zero == 3 else 1))
         return found
@@ -300,7 +277,7 @@ class ChunkCosts(ChunkParameters):
         if first == 0:
             frozen += sum(h.numel * self._dtypes[name].itemsize for name, h in self._unused.items() if h.frozen)
             unused += sum(h.numel for h in self._unused.values() if not h.frozen)
-        if self.candidate.zero >= 2:  # one bucket per block, of which a few are unsharded at a time
+        if self.candidate.zero >= 2 or self.whole.shapes:  # one bucket per block, a few unsharded at a time; owners
             spare = _CLASSES * self.dp * ALIGN
             return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
         found = Memory(parameters=frozen) + self.held_by_loss([(first, last)])
@@ -318,7 +295,7 @@ class ChunkCosts(ChunkParameters):
         copies: Copies,
         pad_to: int | None = None,
         whole_numel: int = 0,
-        stepped: int | None = None,
+        kept: int | None = None,
     ) -> Memory:
         """Return `model_state` of buckets (trained elements) under this candidate."""
         return model_state(
@@ -331,64 +308,5 @@ class ChunkCosts(ChunkParameters):
             gradients=self.method.gradients,
             pad_to=pad_to,
             whole_numel=whole_numel,
-            stepped=stepped,
-        )
-
-    def upcast_bytes(self, runs: list[tuple[int, int]]) -> int:
-        """Return the bytes of gradients that the optimizer converts to the main type."""
-        if self.gradient == self.main:
-            return 0
-        return self.main * sum(-(-trained // copies.shards) for trained, copies in self._trained(runs))
-
-    # ---- the end of a step ----
-
-    def reduce_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> float:
-        """Return seconds of reducing the gradients of these runs of segments over the ranks that share them.
-
-        `cut`: the segments of all stages, which determine the parameters tied across stages.
-        """
-        c = self.candidate
-        partial = sum(self.numel(*run, BP, experts=None if c.ep == 1 else False)[1] for run in runs)
-        found = 0.0
-        if partial:
-            found = collective_s("all_reduce", partial * self.gradient, self.cluster, c.tp, 1, c.world)
-        for trained, copies in self._trained(runs) if c.zero < 2 else ():
-            if copies.ranks > 1 and trained:
-                buckets = self.buckets(trained)
-                each = trained * self.gradient / buckets
-                found += buckets * self._sum_s(each, copies)
-        return found + self._tied_s(runs, cut)
-
-    def buckets(self, trained: int) -> int:
-        """Return the number of buckets in which the gradients of `trained` elements are reduced."""
-        size = self.method.bucket_bytes
-        return max(1, -(-trained * self.gradient // size)) if size else 1
-
-    def gather_s(self, runs: list[tuple[int, int]]) -> float:
-        """Return seconds of all-gathering the updated parameters (ZeRO-1)."""
-        if self.candidate.zero != 1 or self.dp == 1:
-            return 0.0
-        parts = self._trained(runs)
-        return sum(self._collective_s("all_gather", n * self.compute, c.shards, c.stride) for n, c in parts)
-
-    def step_s(self, runs: list[tuple[int, int]]) -> float:
-        """Return seconds of the optimizer on this rank's shard."""
-        shard = sum(-(-trained // copies.shards) for trained, copies in self._trained(runs))
-        nbytes = optimizer_step_bytes(shard, precision=self.precision, optimizer=self.optimizer)
-        return memory_s(self.cluster.device, nbytes)
-
-    def _tied_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> float:
-        """Return seconds of all-reducing gradients of tied parameters, each over the stages that hold it."""
-        width = self.candidate.tp * self.dp
-        inside = {i for first, last in runs for i in range(first, last + 1)}
-        mine = {p[0]: p[1] for i in inside for p in self._parameters[i] if not p[3]}
-        numel: dict[frozenset[int], int] = {}
-        for name, holders in self._sharers(cut).items():
-            if name in mine:
-                numel[holders] = numel.get(holders, 0) + mine[name]
-        return sum(
-            all_reduce_between_s(
-                count * self.gradient / self.shards, self.cluster, tuple(k * width for k in sorted(holders)), width
-            )
-            for holders, count in numel.items()
+            kept=kept,
         )

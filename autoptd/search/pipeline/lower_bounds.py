@@ -203,9 +203,10 @@ class CandidateBounds:
         communication that may overlap with passes is left out."""
         task, cluster = self.task, self.task.cluster
         parts = [(numel / (c.tp * c.pp), copies) for numel, copies in self.memory.parts(c)]
-        optimizer = task.optimizer if task.optimizer in ("adamw", "sgd") else "adamw"
         own = int(sum(numel / copies.shards for numel, copies in parts))
-        update_s = memory_s(cluster.device, optimizer_step_bytes(own, precision=task.precision, optimizer=optimizer))
+        update_s = memory_s(
+            cluster.device, optimizer_step_bytes(own, precision=task.precision, optimizer=task.optimizer)
+        )
         if c.zero > 1 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
             return 0.0, update_s
         reduce_s = 0.0

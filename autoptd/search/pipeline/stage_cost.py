@@ -181,7 +181,7 @@ class StageCost:
             blocks = tuple(self.blocks.within(first, last))
             self._spans[key] = SegmentRange(
                 self.chunks.state_at_most(first, last),
-                self.chunks.upcast_bytes([(first, last)]),
+                self.chunks.update_bytes([(first, last)]),
                 tuple(tuple(i - first for i in block) for block in blocks),
                 tuple(self.blocks.options_of(block) for block in blocks),
             )

@@ -145,7 +145,7 @@ class Stages:
             mine, stage_cost = route.stages_of(rank), self.stage_cost(rank)
             runs = [cuts[stage] for stage in mine]
             spans = [stage_cost.span(*run) for run in runs]
-            state, upcast = self.chunks.state(runs, cuts), self.chunks.upcast_bytes(runs)
+            state, upcast = self.chunks.state(runs, cuts), self.chunks.update_bytes(runs)
             choice = stage_cost.choose(spans, state, upcast, self.held(rank))
             if choice is None:
                 raise StagesDoNotFit("these stages do not fit")

@@ -16,6 +16,7 @@ from autoptd.passes.sharding.sharding import Sharding, activation_splits, ops_of
 from autoptd.plans.consistency import collectives, modules
 from autoptd.plans.data import Collectives, Splits, StagePlan
 from autoptd.plans.model import Plan
+from autoptd.search.step_end.whole_updates import whole_updates
 
 _DIFFERS = "the smaller model is cut into other segments than the planned one"
 
@@ -38,6 +39,7 @@ def carry(
             "graph_hash": small.graph_hash,
             "statistics": small.folded.statistics.count,
             "updates": small.updates,
+            "whole": tuple(sorted(whole_updates(small.folded, plan.optimizer).shapes)),
             "precision": "fp64",
             "sizes": {**plan.sizes, **symbols},
             "batch": sizes["batch"],

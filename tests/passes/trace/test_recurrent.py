@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.passes.recurrence import layer_by_layer
+from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import trial_on
 from autoptd.verification.verdict import judge

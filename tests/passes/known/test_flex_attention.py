@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 import autoptd
 from autoptd.errors import InputsError
-from autoptd.passes.flex_attention import dense_attention
+from autoptd.passes.known.flex_attention import dense_attention
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 SAMPLES, TOKENS, WIDTH, HEADS = 4, 8, 16, 4

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoptd.checkpoint.regions import regions
 from autoptd.layout.placements import B, Split
+from autoptd.layout.regions import regions
 from autoptd.ops.tp_axis import own_slice
 
 

@@ -1,4 +1,4 @@
-"""Boxes of the whole tensor that a rank's elements fill, which is how a checkpoint describes a shard.
+"""Boxes of the whole tensor that a rank's elements fill: how checkpoints and whole-tensor optimizers describe shards.
 
 A ZeRO shard is a range of a flat buffer, so it may begin and end within a row. Such a range of a contiguous tensor of n
 dims is at most 2 n - 1 boxes: the rest of a row, whole rows, the start of a row, and recursively within those rows. A
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from autoptd.layout.layout import TensorSpec
+from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import Placement, Split
 
 Ints = tuple[int, ...]
@@ -41,6 +43,16 @@ class Region:
             return box
         dim, first = self.cut
         return box.narrow(dim, first, self.sizes[dim])
+
+
+def regions_of(spec: TensorSpec, mesh: Mesh, rank: int, start: int, stop: int) -> tuple[Region, ...]:
+    """Return the regions of elements [start, stop) of a rank's local part of a tensor, split over ep and tp."""
+    shape, (expert, own) = tuple(spec.shape), spec.part(mesh, rank)
+    if spec.ep > 1:
+        shape = (shape[0] // spec.ep, *shape[1:])
+    found = regions(shape, spec.placement, mesh.tp, own, start, stop)
+    first = expert * shape[0] if spec.ep > 1 else 0
+    return tuple(replace(r, offsets=(r.offsets[0] + first, *r.offsets[1:])) if first else r for r in found)
 
 
 def regions(shape: Ints, placement: Placement, ranks: int, rank: int, start: int, stop: int) -> list[Region]:

@@ -1,0 +1,75 @@
+"""The optimizer of one rank: built over flat pieces and whole parameters, and stepped once per training step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.layout.layout import Layout
+from autoptd.layout.owners import Owners
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.optimizers.groups import ParameterGroup, choose
+from autoptd.runtime.optimizers.named import Factory
+from autoptd.runtime.optimizers.whole_tensors import WholeTensors
+from autoptd.runtime.zero.param_buffers import ParameterShard
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A parameter that this rank's optimizer updates: all of it if `piece` is None, else a flat piece.
+
+    `saved`: whether this rank writes the optimizer's state of it to a checkpoint; one rank does per element.
+    """
+
+    name: str
+    param: nn.Parameter
+    piece: ParameterShard | None
+    saved: bool
+
+
+class OptimizerStep:
+    """The optimizer of a rank (`optimizer`) and what it updates (`updated`). Construction is a collective.
+
+    `whole`: names of the model's parameters that are updated as a whole, on whichever rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: str | Factory,
+        options: Mapping[str, Any],
+        groups: Sequence[ParameterGroup],
+        layout: Layout,
+        c: Communicators,
+        pieces: Sequence[ParameterShard],
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        """Raise PlanError for an optimizer that cannot update these parameters. `tensors`: this rank's, by name."""
+        names = [name for name, spec in layout.parameters.items() if spec.trainable]
+        hidden = {name for name in names if layout.parameters[name].hidden}
+        chosen = choose(optimizer, options, groups, names, hidden)
+        self.whole = frozenset(chosen.names("whole"))
+        dtypes = {name: torch.promote_types(x.dtype, torch.float32) for name, x in tensors.items()}
+        self._owners = Owners(layout, c.stage, self.whole)
+        self._whole = WholeTensors(self.whole, self._owners, c, pieces, dtypes)
+        self._flat = [piece for piece in pieces if piece.name not in self.whole]
+        parameters = {piece.name: piece.param for piece in self._flat} | self._whole.parameters
+        self.optimizer = chosen.build(parameters)
+        self._whole.free()
+        self.updated = [Updated(piece.name, piece.param, piece, piece.counts) for piece in self._flat]
+        writers: dict[str, int] = {}
+        for each in self._owners.wholes:
+            writers.setdefault(each.name, each.owner)
+        for name, parameter in self._whole.parameters.items():
+            first = layout.mesh.holder(layout.parameters[name].stages[0]) == c.stage
+            self.updated.append(Updated(name, parameter, None, first and writers[name] == c.rank))
+
+    def run(self, used: Collection[str]) -> None:
+        """Step parameters in `used`, which have a gradient on some rank. A collective of the stage's ranks."""
+        for piece in self._flat:
+            piece.param.grad = piece.grad if piece.name in used else None
+        with self._whole.gathered(used):
+            self.optimizer.step()

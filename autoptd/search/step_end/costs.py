@@ -1,0 +1,156 @@
+"""Time and memory of the end of a step on one rank: gradient reduction, optimizer, all-gather of new parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
+from autoptd.cost_models.op_time import memory_s
+from autoptd.layout.placements import BP
+from autoptd.layout.state_bytes import elements_of
+from autoptd.search.constraints.options import SearchOptions
+from autoptd.search.meshes import Candidate, Copies
+from autoptd.search.pipeline.chunk_parameters import ChunkParameters
+from autoptd.search.sharding.dispatch_cost import spread_over
+from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.search.step_end.whole_updates import WholeLoad, WholeUpdates, whole_updates
+
+
+class StepEnd(ChunkParameters):
+    """Costs of the end of a step for runs of segments of one sharded model under one candidate."""
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        sharded: Sharded,
+        candidate: Candidate,
+        method: SearchOptions,
+        precision: str,
+        optimizer: str,
+    ) -> None:
+        super().__init__(tensors, spread_over(sharded, candidate, method, tensors.cluster), candidate)
+        self.method = method
+        self.precision = precision
+        self.optimizer = optimizer
+        self.whole: WholeUpdates = self._memoised(
+            f"whole updates, {optimizer}", lambda: whole_updates(self.folded, optimizer)
+        )
+        self.cluster: Cluster = tensors.cluster
+        self.copies = replace(candidate, shards=method.shards).copies  # of dense parameters, and of experts
+        self.dp, self.shards = self.copies[0].ranks, self.copies[0].shards
+        self.main, self.compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
+        self.gradient = self.compute if method.gradients == "compute" else self.main
+        self.bucket = elements_of(method.bucket_bytes, self.main)
+
+    def _collective_s(self, name: str, nbytes: float, ranks: int, stride: int = 0) -> float:
+        """Return seconds of a collective over ranks `stride` apart, by default neighbours on the data axis."""
+        return collective_s(name, nbytes, self.cluster, ranks, stride or self.candidate.tp, self.candidate.world)
+
+    def _sum_s(self, nbytes: float, copies: Copies) -> float:
+        """Return seconds of reducing gradients over the ranks that hold the same parameters."""
+        c = self.candidate
+        return sum_in_shards_s(nbytes, self.cluster, copies.ranks, copies.shards, copies.stride, c.world)
+
+    def _trained(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, Copies]]:
+        """Return the local trained elements of these runs of segments, with their copies: experts apart."""
+        if len(self.copies) == 1:
+            return [(sum(self.numel(*run)[1] for run in runs), self.copies[0])]
+        kinds = zip((False, True), self.copies, strict=True)
+        return [(sum(self.numel(*run, experts=experts)[1] for run in runs), copies) for experts, copies in kinds]
+
+    def reduce_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> float:
+        """Return seconds of reducing the gradients of these runs of segments over the ranks that share them.
+
+        `cut`: the segments of all stages, which determine the parameters tied across stages.
+        """
+        c = self.candidate
+        partial = sum(self.numel(*run, BP, experts=None if c.ep == 1 else False)[1] for run in runs)
+        found = 0.0
+        if partial:
+            found = collective_s("all_reduce", partial * self.gradient, self.cluster, c.tp, 1, c.world)
+        for trained, copies in self._trained(runs) if c.zero < 2 else ():
+            if copies.ranks > 1 and trained:
+                buckets = self.buckets(trained)
+                each = trained * self.gradient / buckets
+                found += buckets * self._sum_s(each, copies)
+        return found + self._tied_s(runs, cut)
+
+    def buckets(self, trained: int) -> int:
+        """Return the number of buckets in which the gradients of `trained` elements are reduced."""
+        size = self.method.bucket_bytes
+        return max(1, -(-trained * self.gradient // size)) if size else 1
+
+    def gather_s(self, runs: list[tuple[int, int]]) -> float:
+        """Return seconds of all-gathering the updated parameters (ZeRO-1)."""
+        if self.candidate.zero != 1 or self.dp == 1:
+            return 0.0
+        parts = self._trained(runs)
+        return sum(self._collective_s("all_gather", n * self.compute, c.shards, c.stride) for n, c in parts)
+
+    def step_s(self, runs: list[tuple[int, int]]) -> float:
+        """Return seconds of the optimizer on this rank's shard."""
+        load = self.whole_load(runs)
+        flat = ((trained - self._whole_numel(runs, i), c.shards) for i, (trained, c) in enumerate(self._trained(runs)))
+        shard = sum(-(-numel // shards) for numel, shards in flat)
+        kept = self.whole.cost.moments * shard + load.kept
+        nbytes = optimizer_step_bytes(
+            shard + load.stepped, precision=self.precision, optimizer=self.optimizer, kept=kept
+        )
+        return memory_s(self.cluster.device, nbytes) + self.whole_s(load)
+
+    def whole_s(self, load: WholeLoad) -> float:
+        """Return seconds of the products of whole parameters, and of bringing these together and sending them back."""
+        device, ranks = self.cluster.device, self.stage_ranks
+        products_s = load.flops / (device.matmul_flops_per_s.of("bf16") * device.matmul_fraction("bf16"))
+        exchanged = (n * load.moved * self.main for n in (2, 1))
+        return products_s + sum(self._collective_s("all_to_all", n, ranks, 1) for n in exchanged if n and ranks > 1)
+
+    def _tied_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> float:
+        """Return seconds of all-reducing gradients of tied parameters, each over the stages that hold it."""
+        width = self.candidate.tp * self.dp
+        inside = {i for first, last in runs for i in range(first, last + 1)}
+        mine = {p[0]: p[1] for i in inside for p in self._parameters[i] if not p[3]}
+        numel: dict[frozenset[int], int] = {}
+        for name, holders in self._sharers(cut).items():
+            if name in mine:
+                numel[holders] = numel.get(holders, 0) + mine[name]
+        return sum(
+            all_reduce_between_s(
+                count * self.gradient / self.shards, self.cluster, tuple(k * width for k in sorted(holders)), width
+            )
+            for holders, count in numel.items()
+        )
+
+    def update_bytes(self, runs: list[tuple[int, int]]) -> int:
+        """Return the bytes during the optimizer step: gradients in the main type, and whole parameters at owners."""
+        found = self.whole_load(runs).temporary_bytes(self.main, self.stage_ranks) if self.whole.shapes else 0
+        if self.gradient == self.main:
+            return found
+        return found + self.main * sum(-(-trained // copies.shards) for trained, copies in self._trained(runs))
+
+    def whole_load(self, runs: Sequence[tuple[int, int]]) -> WholeLoad:
+        """Return the whole parameters of these runs of segments on the fullest rank."""
+        loads = (self._load(self._whole_parameters(runs, i), copies) for i, copies in enumerate(self.copies))
+        return sum(loads, WholeLoad())
+
+    def _whole_parameters(self, runs: Sequence[tuple[int, int]], experts: int) -> list[tuple[str, int]]:
+        """Return (name, local elements) of the whole parameters of these runs: of experts on ep ranks, or others."""
+        if not self.whole.shapes:
+            return []
+        held = {p[0]: p[1] for first, last in runs for i in range(first, last + 1) for p in self._parameters[i]}
+        return [(n, k) for n, k in held.items() if n in self.whole.shapes and bool(experts) == (n in self._experts)]
+
+    def _whole_numel(self, runs: Sequence[tuple[int, int]], experts: int) -> int:
+        return sum(numel for _, numel in self._whole_parameters(runs, experts))
+
+    def _load(self, held: Sequence[tuple[str, int]], copies: Copies) -> WholeLoad:
+        """Return the load of parameters with these copies."""
+        return self.whole.load(held, self.stage_ranks * copies.shards // copies.ranks, copies.shards)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.candidate.tp * self.candidate.dp * self.candidate.cp

@@ -1,0 +1,84 @@
+"""Optimizers whose update of an element depends on other elements of the same parameter, in any precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Return the nearest matrix with orthonormal rows or columns, for each matrix of a stack; a vector's direction."""
+    if x.ndim < 2:
+        return x / x.norm().clamp(min=1e-30)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-30)
+    for _ in range(6):
+        x = 1.5 * x - 0.5 * x @ x.mT @ x
+    return x
+
+
+class Orthogonal(Optimizer):
+    """Momentum, orthogonalised; counts its steps in a Python number, and keeps a mean per row."""
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                momentum = state.setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(group["momentum"]).add_(p.grad)
+                rows = state.setdefault("rows", torch.zeros(p.shape[:1], dtype=p.dtype, device=p.device))
+                rows.lerp_(p.grad.flatten(1).mean(1) if p.ndim > 1 else p.grad, 1 / (1 + state["steps"]))
+                size = 1 + rows.abs().sum()
+                p.sub_(orthogonal(momentum) * (group["lr"] / size))
+
+
+class Coupled(Optimizer):
+    """Normalises all gradients by their common norm."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.sub_(0.1 * p.grad / norm)
+
+
+class Early(Optimizer):
+    """Pulls parameters back to the values that they had at construction."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.first = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for p, first in self.first.items():
+            if p.grad is not None:
+                p.lerp_(first, 0.01).sub_(0.1 * p.grad)
+
+
+class Noisy(Optimizer):
+    """Adds noise of torch's generator."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad + 0.01 * torch.randn_like(p))
