@@ -10,8 +10,11 @@ on sizes.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +26,32 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
-_MAKES = {  # functions that make a tensor of numbers and sizes
+MAKES = {  # functions that make a tensor of numbers and sizes
     *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros, torch.tensor),
+    torch.as_tensor,
     *(torch.tril_indices, torch.triu_indices),
 }
 _WRITES = re.compile(r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|.*[^_]_")
-_Recipe = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """The call that made a constant, in whose arguments constants are replaced by their own recipes."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    def value(self) -> Any:
+        """Return what the call makes at the sizes of the example inputs, which stop being symbols."""
+        args, kwargs = pytree.tree_map(_number, (self.args, dict(self.kwargs or {})))
+        return self.func(*args, **kwargs)
+
+
+def _number(x: Any) -> Any:
+    if isinstance(x, Recipe):
+        return x.value()
+    return int(x) if isinstance(x, torch.SymInt) else x
 
 
 class TracedReads(TorchFunctionMode):
@@ -36,7 +59,7 @@ class TracedReads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recipes = WeakIdKeyDictionary()  # constant -> the call that made it
+        self.recipes = WeakIdKeyDictionary()  # constant -> its Recipe
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,40 +69,58 @@ class TracedReads(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _DATA:
             return args[0].detach()
-        if func in _NUMBERS and args[0] in self.recipes and (read := self._computed(func, args)) is not None:
-            return read
+        if func in _NUMBERS and args[0] in self.recipes:
+            found = computed(Recipe(func, (self.recipes[args[0]], *args[1:])))
+            if found is not None:
+                return found
         made = func(*args, **kwargs)
-        self._note(made, (func, args, kwargs))
+        self.note(made, func, args, kwargs)
         return made
 
-    def _note(self, made: Any, recipe: _Recipe) -> None:
-        """Remember how a constant was made. A write to one may reach others, through views: forget them all."""
-        func, args, kwargs = recipe
+    def note(self, made: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Remember how a constant was made; forget those that share memory with one that is written to."""
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not all(x in self.recipes for x in given):
-            return
         if given and (_WRITES.fullmatch(func.__name__) or kwargs.get("inplace") or "out" in kwargs):
-            self.recipes.clear()
-        elif isinstance(made, Tensor) and made not in self.recipes and (given or func in _MAKES):
-            self.recipes[made] = recipe
+            for x in (given[0], *pytree.tree_leaves(kwargs.get("out"))):
+                self._forget(x)
+        elif all(x in self.recipes for x in given) and (given or func in MAKES):
+            recipe = self.recipe(func, args, kwargs)
+            parts = list(enumerate(made)) if isinstance(made, (tuple, list)) else []
+            for i, part in parts:
+                if isinstance(part, Tensor) and part not in self.recipes:
+                    self.recipes[part] = Recipe(operator.getitem, (recipe, i))
+            if isinstance(made, Tensor) and made not in self.recipes:
+                self.recipes[made] = recipe
 
-    def _computed(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Return the number that is read; None if the constant is a random draw."""
+    def recipe(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of a call of constants."""
+
+        def known(x: Any) -> Any:
+            return self.recipes[x] if isinstance(x, Tensor) else x
+
+        args, kwargs = pytree.tree_map(known, (tuple(args), dict(kwargs)))
+        return Recipe(func, args, kwargs)
+
+    def _forget(self, written: Tensor) -> None:
+        if written not in self.recipes:
+            return
+        memory = written.untyped_storage()._cdata
+        for x in [x for x in self.recipes if x.untyped_storage()._cdata == memory]:
+            del self.recipes[x]
+
+
+def computed(recipe: Recipe) -> Any:
+    """Return what a recipe makes, as real tensors and numbers; None if it draws random numbers."""
+    with eager():
         before = torch.get_rng_state()
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            found = func(self._value(args[0]), *args[1:])
-            drawn = not torch.equal(before, torch.get_rng_state())
-            torch.set_rng_state(before)
-        return None if drawn else found
+        found = recipe.value()
+        drawn = not torch.equal(before, torch.get_rng_state())
+        torch.set_rng_state(before)
+    return None if drawn else found
 
-    def _value(self, constant: Tensor) -> Tensor:
-        """Return a constant at the sizes of the example inputs, which stop being symbols."""
-        func, args, kwargs = self.recipes[constant]
-        args, kwargs = pytree.tree_map(self._known, (tuple(args), dict(kwargs)))
-        made: Tensor = func(*args, **kwargs)
-        return made
 
-    def _known(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._value(value)
-        return int(value) if isinstance(value, torch.SymInt) else value
+@contextmanager
+def eager() -> Iterator[None]:
+    """Compute with real tensors within a trace."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import sympy
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.passes.fold import Folded, fold, graph_hash
+from autoptd.passes.loops.same_program import refuse_other_program
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
-from autoptd.passes.trace.trace import trace
+from autoptd.passes.trace.trace import SAMPLES, trace
 from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE
 from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, refuse_unsuitable, unwrap
 from autoptd.progress import Progress
@@ -106,18 +108,22 @@ def read_model(
     given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
     objective, named = read_objective(loss, given, targets)
     objective, model = objective.joined(model)
+    traced_by = partial(
+        trace,
+        model,
+        {**given, **named},
+        loss=objective,
+        precision=precision,
+        averaging=loss_averaging,  # type: ignore[arg-type]
+    )
     with progress.stage(f"trace {type(model).__name__}"):
-        traced = trace(
-            model,
-            {**given, **named},
-            loss=objective,
-            precision=precision,
-            averaging=loss_averaging,  # type: ignore[arg-type]
-        )
+        traced = traced_by()
     # ops are tried on small tensors on the CPU, whatever the caller's default device
     with torch.device("cpu"), progress.stage("normalise and fold the graph"):
         folded = fold(normalise(traced))
         digest = graph_hash(traced)
+        if traced.loops:
+            refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
         known = ShardingCache(folded).read()
     sizes = {s: n for s, n in traced.example.items() if s != BATCH}
     if seq is not None and SEQUENCE in sizes:

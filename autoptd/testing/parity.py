@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autoptd.layout.layout import Layout
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
+from autoptd.runtime.batch import share_of
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.optimizer import NAMED, ParameterGroup, grouped
@@ -65,7 +66,7 @@ def train(parallel: Parallel, batches: Sequence[Batch]) -> Trained:
     """Train one step per global batch on one rank's running part, which takes its share of each. A collective."""
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
-        share = {name: x.tensor_split(parallel.dp_size)[parallel.dp_rank] for name, x in batch.items()}
+        share = share_of(batch, parallel.layout.specs, parallel.dp_rank, parallel.dp_size)
         losses.append(float(parallel.train_step(share)))
         assert parallel.grad_norm is not None
         norms.append(float(parallel.grad_norm))

@@ -17,6 +17,7 @@ from autoptd.passes.batch.batch_independence import refuse_mixed_samples
 from autoptd.passes.custom_grad.calls import write_own_calls
 from autoptd.passes.custom_grad.proof import prove_own
 from autoptd.passes.graph import source_line
+from autoptd.passes.loops.write_joined import write_joined_pieces
 from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_over_batch
 from autoptd.passes.losses.batch_statistics import sum_statistics_over_batch
 from autoptd.passes.losses.buffer_updates import refuse_reads_of_updates, rewrite_updates, separate_sums
@@ -124,6 +125,7 @@ PREPARE: list[Pass] = [
     drop_identities,
     write_parts_of_expanded,
     write_views_as_reshape,
+    write_joined_pieces,
     write_equal_splits_as_chunk,
     write_addmm_as_linear,
     write_einsums_as_products,

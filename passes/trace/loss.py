@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, nearest
+from autoptd.layout.sample_rows import SampleRows
+from autoptd.passes.loops.sample_loops import KnownInputs, SampleLoops
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 from autoptd.passes.traced_reads import TracedReads
 
@@ -136,7 +138,8 @@ class Loss(nn.Module):
     """Wrapper of a model that returns only the loss: logits, caches and output classes are dropped before planning.
 
     `original`: names of the user's parameters, which the model has copies of, by id. `casts`: inputs to cast before
-    `forward`, with the dtype.
+    `forward`, with the dtype. `rows`: inputs given with their samples in dim 0, which `forward` takes elsewhere.
+    `known`: set if loops over samples are recorded.
     """
 
     def __init__(
@@ -145,16 +148,21 @@ class Loss(nn.Module):
         objective: Objective,
         original: Mapping[int, str],
         casts: Mapping[str, torch.dtype],
+        rows: Mapping[str, SampleRows],
+        known: KnownInputs | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
-        self.original, self.casts = original, casts
+        self.original, self.casts, self.rows, self.known = original, casts, rows, known
         if objective.child is None and isinstance(objective.loss, nn.Module):
             self.loss = objective.loss  # registers its constants as `loss.…`
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        with RefuseUnregistered(self.model, self.original), TracedReads():
+        apart, rows = inputs, self.rows
+        inputs = {name: rows[name].joined(x) if name in rows else x for name, x in apart.items()}
+        reads = SampleLoops(self.known, apart, inputs, rows) if self.known else TracedReads()
+        with RefuseUnregistered(self.model, self.original), reads:
             given = {
                 name: x.to(self.casts[name]) if name in self.casts else x
                 for name, x in self.objective.inputs_of(inputs).items()

@@ -1,0 +1,207 @@
+"""Loops over samples while a model is traced, and inputs whose values the program is made for.
+
+A loop over pictures (`for x, size in zip(features, sizes.tolist())`) makes a trace that is valid for as many as the
+example has. Such a trace is made with a number of samples that no other size has, and the loop's beginning and end are
+recorded:
+
+    x.unbind(), x.split([n, n, …])    piece i of the samples' dim, which stays a size of any batch
+    torch.cat(pieces)                 `join(pieces, count)`, of the pieces of any number of samples
+
+`write_joined` then writes the loop as one pass over all samples, if all of its turns compute the same. What a loop
+makes of constants alone is written as `blocks` are.
+
+The numbers that it reads, sizes of pictures, come from small inputs of integers that are equal for all samples of the
+example. The program is made for these values (`used`), and every batch is checked for them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoptd.layout.sample_rows import PLAIN, SampleRows
+from autoptd.passes.loops.blocks import blocks_of, literal
+from autoptd.passes.loops.join import JOIN
+from autoptd.passes.traced_reads import Recipe, TracedReads, computed, eager
+
+_SPLITS = ("split", "split_with_sizes")
+_CATS = ("cat", "concat", "concatenate")
+_BY_DATA = (  # functions of constants whose result has a size that depends on their values
+    *("repeat_interleave", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
+    *("_unique_impl", "_return_output", "_return_inverse", "_return_counts"),
+)
+
+
+@dataclass(frozen=True)
+class KnownInputs:
+    """The samples of the example, and the row that all of them have, of each input whose values may be read."""
+
+    samples: int
+    rows: Mapping[str, Tensor]
+    used: set[str] = field(default_factory=set)  # those that were read
+
+
+def equal_rows(inputs: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the row that all samples of an input have, of those that hold integers and are given with values."""
+    found = {}
+    for name in names:
+        x = inputs[name]
+        if x.ndim and x.shape[0] > 1 and not (x.is_floating_point() or x.is_complex() or x.is_meta):
+            row = x[0].detach().cpu().clone()
+            if bool((x.cpu() == row).all()):
+                found[name] = row
+    return found
+
+
+class SampleLoops(TracedReads):
+    """Mode that reads the values of known inputs, and records where loops over samples begin and end."""
+
+    def __init__(
+        self, known: KnownInputs, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor], rows: Mapping[str, SampleRows]
+    ) -> None:
+        """inputs: the trace's, with a row for each sample; given: the same as forward takes them, by `rows`."""
+        super().__init__()
+        self.known = known
+        self.turns = WeakIdKeyDictionary()  # tensor -> (turn, turns) of the loop that made it
+        self.counted = [x for x in inputs.values() if x.ndim]
+        for name, row in known.rows.items():
+            self.recipes[given[name]] = self._read(name, row, rows.get(name, PLAIN))
+
+    def _read(self, name: str, row: Tensor, rows: SampleRows) -> Recipe:
+        def value() -> Tensor:
+            self.known.used.add(name)
+            return rows.joined(row.expand(self.known.samples, *row.shape)).clone()
+
+        return Recipe(value)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not torch.compiler.is_dynamo_compiling() and args:
+            if name == "__iter__" or name == "unbind" or name in _SPLITS:
+                made = self._apart(name, *args, **kwargs)
+            elif name in (*_CATS, "stack"):
+                made = self._joined(name == "stack", *args, **kwargs)
+            else:
+                made = self._of_constants(func, name, args, kwargs)
+            if made is not None:
+                return made
+        made = super().__torch_function__(func, types, args, kwargs)
+        turns = {self.turns[x] for x in _tensors((args, kwargs)) if x in self.turns}
+        for x in _tensors(made) if len(turns) == 1 else ():
+            self.turns.setdefault(x, next(iter(turns)))
+        return made
+
+    def _of_samples(self, size: Any) -> bool:
+        """Return whether a size depends on the number of samples."""
+        if not isinstance(size, SymInt):
+            return False
+        samples = {s for x in self.counted if isinstance(n := x.shape[0], SymInt) for s in n.node.expr.free_symbols}
+        return not samples.isdisjoint(size.node.expr.free_symbols)
+
+    # ---- the beginning of a loop ----
+
+    def _apart(self, name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the pieces of a tensor along the dim of its samples, None if it is another dim."""
+        rest = list(args)
+        one = name not in _SPLITS
+        by = 1 if one else kwargs.get("split_size_or_sections", kwargs.get("split_size"))
+        by = rest.pop(0) if by is None else by
+        dim = kwargs.get("dim", rest[0] if rest else 0)
+        if not isinstance(x, Tensor) or not x.ndim or not self._of_samples(x.shape[dim]):
+            return None
+        length = int(x.shape[dim].node.hint)
+        lengths = [int(n) for n in by] if isinstance(by, (list, tuple)) else [int(by)] * (length // int(by))
+        if sum(lengths) != length or len(lengths) % self.known.samples:
+            return None
+        starts = accumulate(lengths, initial=0)
+        parts = [x.narrow(dim, start, n) for start, n in zip(starts, lengths, strict=False)]
+        found = tuple(part.squeeze(dim) for part in parts) if one else tuple(parts)
+        for turn, part in enumerate(found):
+            self.turns[part] = turn, len(found)
+            if x in self.recipes:
+                whole = Recipe(torch.unbind, (self.recipes[x], dim)) if one else Recipe(torch.split, (self.recipes[x], lengths, dim))
+                self.recipes[part] = Recipe(operator.getitem, (whole, turn))
+        return iter(found) if name == "__iter__" else found
+
+    # ---- the end of a loop ----
+
+    def _joined(self, stacked: bool, given: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+        """Return the pieces of all samples in one tensor, None if these are no pieces of samples."""
+        pieces = list(kwargs.get("tensors", given) or ())
+        if not pieces or len(pieces) % self.known.samples or not all(isinstance(x, Tensor) for x in pieces):
+            return None
+        each = len(pieces) // self.known.samples
+        if all(x in self.recipes for x in pieces) and not any(map(self._of_samples, _sizes(pieces))):
+            values = [computed(self.recipes[x]) for x in pieces]
+            with eager():
+                join = torch.stack if stacked else torch.cat
+                blocks = [join(values[i : i + each], dim) for i in range(0, len(values), each)]
+            return self._blocks(blocks, dim % blocks[0].ndim)
+        if [self.turns.get(x) for x in pieces] != [(i, len(pieces)) for i in range(len(pieces))]:
+            return None
+        dim = dim % (pieces[0].ndim + stacked)
+        if stacked:
+            pieces = [x.unsqueeze(dim) for x in pieces]
+        return JOIN(pieces, self._count(each), dim)
+
+    def _count(self, each: int) -> Any:
+        """Return how many pieces there are, with so many for each sample, as a size of any batch."""
+        return each * self.counted[0].shape[0]
+
+    # ---- constants ----
+
+    def _of_constants(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return a constant whose size torch would not know, or would take for that of every batch; else None."""
+        given = _tensors((args, kwargs))
+        if not all(x in self.recipes for x in given):
+            return None
+        masked = name == "__getitem__" and any(x.dtype == torch.bool for x in _tensors(args[1]))
+        chosen = name == "where" and len(args) == 1 and not kwargs
+        listed = func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple))
+        ranged = func is torch.arange and any(isinstance(x, Tensor) for x in args)
+        counted = name in _BY_DATA and (name != "repeat_interleave" or len(given) > 1 or len(args) == 1)
+        if not (masked or chosen or listed or ranged or counted):
+            return None
+        values = computed(self.recipe(func, args, kwargs))
+        made = [self._constant(x) for x in (values if isinstance(values, tuple) else [values])]
+        return tuple(made) if isinstance(values, tuple) else made[0]
+
+    def _constant(self, value: Any) -> Any:
+        """Return a known value as ops of the trace: with a block for each sample if it has one, else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        with eager():
+            cut = value.ndim and value.shape[0] and value.shape[0] % self.known.samples == 0
+            blocks = list(value.chunk(self.known.samples)) if cut else []
+        made = self._blocks(blocks, 0) if blocks else None
+        return made if made is not None else self._noted(lambda: literal(value), value)
+
+    def _blocks(self, blocks: Sequence[Tensor], dim: int) -> Tensor | None:
+        """Return blocks of samples one after another; None if they are not the same but for a step."""
+        with eager():
+            found, value = blocks_of(blocks, dim), torch.cat(list(blocks), dim)
+        return None if found is None else self._noted(lambda: found.write(self._count(1)), value)
+
+    def _noted(self, make: Callable[[], Tensor], value: Tensor) -> Tensor:
+        made = make()
+        self.recipes[made] = Recipe(value.clone)
+        return made
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[Any]:
+    return [size for x in tensors for size in x.shape]
