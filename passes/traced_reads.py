@@ -42,16 +42,16 @@ class Recipe:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
 
-    def value(self) -> Any:
-        """Return what the call makes at the sizes of the example inputs, which stop being symbols."""
-        args, kwargs = pytree.tree_map(_number, (self.args, dict(self.kwargs or {})))
+    def value(self, size: Callable[[torch.SymInt], int]) -> Any:
+        """Return what the call makes, at the sizes that `size` gives."""
+
+        def number(x: Any) -> Any:
+            if isinstance(x, Recipe):
+                return x.value(size)
+            return size(x) if isinstance(x, torch.SymInt) else x
+
+        args, kwargs = pytree.tree_map(number, (self.args, dict(self.kwargs or {})))
         return self.func(*args, **kwargs)
-
-
-def _number(x: Any) -> Any:
-    if isinstance(x, Recipe):
-        return x.value()
-    return int(x) if isinstance(x, torch.SymInt) else x
 
 
 class TracedReads(TorchFunctionMode):
@@ -70,7 +70,7 @@ class TracedReads(TorchFunctionMode):
         if func == _DATA:
             return args[0].detach()
         if func in _NUMBERS and args[0] in self.recipes:
-            found = computed(Recipe(func, (self.recipes[args[0]], *args[1:])))
+            found = self.computed(Recipe(func, (self.recipes[args[0]], *args[1:])))
             if found is not None:
                 return found
         made = func(*args, **kwargs)
@@ -101,22 +101,25 @@ class TracedReads(TorchFunctionMode):
         args, kwargs = pytree.tree_map(known, (tuple(args), dict(kwargs)))
         return Recipe(func, args, kwargs)
 
+    def size(self, symbol: torch.SymInt) -> int:
+        """Return a size that a number depends on: that of the example inputs, which stops being a symbol."""
+        return int(symbol)
+
+    def computed(self, recipe: Recipe) -> Any:
+        """Return what a recipe makes, as real tensors and numbers; None if it draws random numbers."""
+        with eager():
+            before = torch.get_rng_state()
+            found = recipe.value(self.size)
+            drawn = not torch.equal(before, torch.get_rng_state())
+            torch.set_rng_state(before)
+        return None if drawn else found
+
     def _forget(self, written: Tensor) -> None:
         if written not in self.recipes:
             return
         memory = written.untyped_storage()._cdata
         for x in [x for x in self.recipes if x.untyped_storage()._cdata == memory]:
             del self.recipes[x]
-
-
-def computed(recipe: Recipe) -> Any:
-    """Return what a recipe makes, as real tensors and numbers; None if it draws random numbers."""
-    with eager():
-        before = torch.get_rng_state()
-        found = recipe.value()
-        drawn = not torch.equal(before, torch.get_rng_state())
-        torch.set_rng_state(before)
-    return None if drawn else found
 
 
 @contextmanager

@@ -53,8 +53,8 @@ def count_samples(inputs: Mapping[str, Tensor]) -> int:
 def find_rows(inputs: Mapping[str, Tensor], samples: int) -> dict[str, SampleRows]:
     """Return the place of samples in each input that has them elsewhere than in single rows of dim 0.
 
-    A dim of the size `samples` is looked for, then dim 0 with a multiple of it; in numbers with a fraction, such as
-    pixels, the other way round, since they have more dims that are no samples.
+    A dim of the size `samples` is looked for, then the largest that is a multiple of it. For floating-point numbers,
+    such as pixels, which have more dims that are no samples, dim 0 is looked at first.
     """
     found = {}
     for name, x in inputs.items():
@@ -62,7 +62,7 @@ def find_rows(inputs: Mapping[str, Tensor], samples: int) -> dict[str, SampleRow
             continue
         equal = [SampleRows(dim) for dim, size in enumerate(x.shape) if size == samples and samples > 1]
         many = [SampleRows(dim, n // samples) for dim, n in enumerate(x.shape) if n > samples and n % samples == 0]
-        first = [row for row in many if not row.dim]
+        first, many = [row for row in many if not row.dim], sorted(many, key=lambda row: -row.rows)
         if likely := [*first, *equal, *many] if x.is_floating_point() else [*equal, *many]:
             found[name] = likely[0]
     return found

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoptd.layout.sample_rows import PLAIN, SampleRows
 from autoptd.passes.loops.blocks import blocks_of, literal
 from autoptd.passes.loops.join import JOIN
-from autoptd.passes.traced_reads import Recipe, TracedReads, computed, eager
+from autoptd.passes.traced_reads import Recipe, TracedReads, eager
 
 _SPLITS = ("split", "split_with_sizes")
 _CATS = ("cat", "concat", "concatenate")
@@ -88,6 +88,8 @@ class SampleLoops(TracedReads):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if not torch.compiler.is_dynamo_compiling() and args:
+            if name == "__len__" and isinstance(args[0], Tensor) and args[0].ndim and self._of_samples(args[0].shape[0]):
+                return self.size(args[0].shape[0])  # `list` asks for it
             if name == "__iter__" or name == "unbind" or name in _SPLITS:
                 made = self._apart(name, *args, **kwargs)
             elif name in (*_CATS, "stack"):
@@ -108,6 +110,10 @@ class SampleLoops(TracedReads):
             return False
         samples = {s for x in self.counted if isinstance(n := x.shape[0], SymInt) for s in n.node.expr.free_symbols}
         return not samples.isdisjoint(size.node.expr.free_symbols)
+
+    def size(self, symbol: SymInt) -> int:
+        """Return a size that a number depends on: one of samples stays a symbol, as a second trace has another."""
+        return int(symbol.node.hint) if self._of_samples(symbol) else super().size(symbol)
 
     # ---- the beginning of a loop ----
 
@@ -143,7 +149,7 @@ class SampleLoops(TracedReads):
             return None
         each = len(pieces) // self.known.samples
         if all(x in self.recipes for x in pieces) and not any(map(self._of_samples, _sizes(pieces))):
-            values = [computed(self.recipes[x]) for x in pieces]
+            values = [self.computed(self.recipes[x]) for x in pieces]
             with eager():
                 join = torch.stack if stacked else torch.cat
                 blocks = [join(values[i : i + each], dim) for i in range(0, len(values), each)]
@@ -173,7 +179,7 @@ class SampleLoops(TracedReads):
         counted = name in _BY_DATA and (name != "repeat_interleave" or len(given) > 1 or len(args) == 1)
         if not (masked or chosen or listed or ranged or counted):
             return None
-        values = computed(self.recipe(func, args, kwargs))
+        values = self.computed(self.recipe(func, args, kwargs))
         made = [self._constant(x) for x in (values if isinstance(values, tuple) else [values])]
         return tuple(made) if isinstance(values, tuple) else made[0]
 
