@@ -41,6 +41,7 @@ class Recipe:
     func: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
+    of_inputs: bool = False  # depends on the values of inputs that are known
 
     def value(self, size: Callable[[torch.SymInt], int]) -> Any:
         """Return what the call makes, at the sizes that `size` gives."""
@@ -88,7 +89,7 @@ class TracedReads(TorchFunctionMode):
             parts = list(enumerate(made)) if isinstance(made, (tuple, list)) else []
             for i, part in parts:
                 if isinstance(part, Tensor) and part not in self.recipes:
-                    self.recipes[part] = Recipe(operator.getitem, (recipe, i))
+                    self.recipes[part] = Recipe(operator.getitem, (recipe, i), of_inputs=recipe.of_inputs)
             if isinstance(made, Tensor) and made not in self.recipes:
                 self.recipes[made] = recipe
 
@@ -99,7 +100,8 @@ class TracedReads(TorchFunctionMode):
             return self.recipes[x] if isinstance(x, Tensor) else x
 
         args, kwargs = pytree.tree_map(known, (tuple(args), dict(kwargs)))
-        return Recipe(func, args, kwargs)
+        parts = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Recipe))
+        return Recipe(func, args, kwargs, any(part.of_inputs for part in parts))
 
     def size(self, symbol: torch.SymInt) -> int:
         """Return a size that a number depends on: that of the example inputs, which stops being a symbol."""

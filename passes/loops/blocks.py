@@ -33,9 +33,11 @@ class Blocks:
         spread = base.expand(count, *base.shape)
         with eager():
             step = self.step.tolist() if self.step.any() else 0
+            within = isinstance(step, int) and bool((self.first >= 0).all() and (self.first < step).all())
         if step:
             at = torch.arange(count, dtype=base.dtype).reshape(-1, *[1] * base.ndim)
-            spread = base + at * (step if isinstance(step, int) else literal(self.step))
+            # `% step` changes nothing, and shows that each block numbers rows of its own sample
+            spread = (base % step if within else base) + at * (step if isinstance(step, int) else literal(self.step))
         return spread.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
 

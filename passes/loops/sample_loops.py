@@ -71,6 +71,7 @@ class SampleLoops(TracedReads):
         super().__init__()
         self.known = known
         self.turns = WeakIdKeyDictionary()  # tensor -> (turn, turns) of the loop that made it
+        self.settled = WeakIdKeyDictionary()  # constant of known inputs -> the same written as a constant
         self.counted = [x for x in inputs.values() if x.ndim]
         for name, row in known.rows.items():
             self.recipes[given[name]] = self._read(name, row, rows.get(name, PLAIN))
@@ -80,7 +81,7 @@ class SampleLoops(TracedReads):
             self.known.used.add(name)
             return rows.joined(row.expand(self.known.samples, *row.shape)).clone()
 
-        return Recipe(value)
+        return Recipe(value, of_inputs=True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -98,6 +99,8 @@ class SampleLoops(TracedReads):
                 made = self._of_constants(func, name, args, kwargs)
             if made is not None:
                 return made
+        if not all(x in self.recipes for x in _tensors((args, kwargs))):
+            args, kwargs = pytree.tree_map(self._settled, (tuple(args), kwargs))
         made = super().__torch_function__(func, types, args, kwargs)
         turns = {self.turns[x] for x in _tensors((args, kwargs)) if x in self.turns}
         for x in _tensors(made) if len(turns) == 1 else ():
@@ -136,8 +139,8 @@ class SampleLoops(TracedReads):
         for turn, part in enumerate(found):
             self.turns[part] = turn, len(found)
             if x in self.recipes:
-                whole = Recipe(torch.unbind, (self.recipes[x], dim)) if one else Recipe(torch.split, (self.recipes[x], lengths, dim))
-                self.recipes[part] = Recipe(operator.getitem, (whole, turn))
+                whole = self.recipe(*((torch.unbind, (x, dim)) if one else (torch.split, (x, lengths, dim))), {})
+                self.recipes[part] = Recipe(operator.getitem, (whole, turn), of_inputs=whole.of_inputs)
         return iter(found) if name == "__iter__" else found
 
     # ---- the end of a loop ----
@@ -192,6 +195,25 @@ class SampleLoops(TracedReads):
             blocks = list(value.chunk(self.known.samples)) if cut else []
         made = self._blocks(blocks, 0) if blocks else None
         return made if made is not None else self._noted(lambda: literal(value), value)
+
+    def _settled(self, x: Any) -> Any:
+        """Return a tensor computed from known inputs alone as the constant that it is; all else as given."""
+        if not isinstance(x, Tensor) or x not in self.recipes or not self.recipes[x].of_inputs:
+            return x
+        of_samples = [dim for dim, size in enumerate(x.shape) if self._of_samples(size)]
+        if len(of_samples) > 1 or any(isinstance(n, SymInt) for d, n in enumerate(x.shape) if d not in of_samples):
+            return x
+        if x not in self.settled:
+            value = self.computed(self.recipes[x])
+            if not of_samples:
+                made = self._noted(lambda: literal(value), value)
+            else:
+                with eager():
+                    even = value.shape[of_samples[0]] % self.known.samples == 0
+                    blocks = value.chunk(self.known.samples, of_samples[0]) if even else ()
+                made = self._blocks(blocks, of_samples[0]) if blocks else None
+            self.settled[x] = x if made is None else made
+        return self.settled[x]
 
     def _blocks(self, blocks: Sequence[Tensor], dim: int) -> Tensor | None:
         """Return blocks of samples one after another; None if they are not the same but for a step."""
