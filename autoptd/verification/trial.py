@@ -66,6 +66,11 @@ class Trial:
     def options(self) -> dict[str, Any]:
         return OPTIONS[self.optimizer]
 
+    @property
+    def first(self) -> Mapping[str, Tensor]:
+        """The first batch, with a row of dim 0 for each sample in every tensor."""
+        return self.subject.source.folded.traced.by_sample(self.batches[0])
+
     def parallel(self, clip: float) -> Parallel:
         """Return the object from which each rank starts."""
         s = self.subject

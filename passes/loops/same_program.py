@@ -7,11 +7,20 @@ A number of turns that the model's code computes with, such as a mean over a lis
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.fold import hashed_lines
 from autoptd.passes.graph import source_line
 from autoptd.passes.trace.traced import Traced
+
+
+def drop_unread_constants(graph: fx.Graph, traced: Traced) -> None:
+    """Remove constants of loops over samples that nothing reads, such as lengths that were read as numbers."""
+    for node in reversed(list(graph.nodes)) if traced.loops else ():
+        if node.op == "placeholder" and not node.users and node.name in traced.constants.keys() - traced.buffers.keys():
+            graph.erase_node(node)
+            del traced.constants[node.name]
 
 
 def refuse_other_program(first: Traced, second: Traced) -> None:

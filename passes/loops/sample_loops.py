@@ -99,9 +99,13 @@ class SampleLoops(TracedReads):
                 made = self._of_constants(func, name, args, kwargs)
             if made is not None:
                 return made
-        if not all(x in self.recipes for x in _tensors((args, kwargs))):
+        made, given = None, _tensors((args, kwargs))
+        known = all(x in self.recipes for x in given)
+        if known:
+            made = super().__torch_function__(func, types, args, kwargs)
+        if not known or _is_float(made) and not any(map(_is_float, given)):
             args, kwargs = pytree.tree_map(self._settled, (tuple(args), kwargs))
-        made = super().__torch_function__(func, types, args, kwargs)
+            made = super().__torch_function__(func, types, args, kwargs)
         turns = {self.turns[x] for x in _tensors((args, kwargs)) if x in self.turns}
         for x in _tensors(made) if len(turns) == 1 else ():
             self.turns.setdefault(x, next(iter(turns)))
@@ -197,8 +201,11 @@ class SampleLoops(TracedReads):
         return made if made is not None else self._noted(lambda: literal(value), value)
 
     def _settled(self, x: Any) -> Any:
-        """Return a tensor computed from known inputs alone as the constant that it is; all else as given."""
-        if not isinstance(x, Tensor) or x not in self.recipes or not self.recipes[x].of_inputs:
+        """Return integers computed from known inputs alone as the constant that they are; all else as given.
+
+        Numbers with a fraction are computed from such constants in the program, in its precision.
+        """
+        if not isinstance(x, Tensor) or _is_float(x) or x not in self.recipes or not self.recipes[x].of_inputs:
             return x
         of_samples = [dim for dim, size in enumerate(x.shape) if self._of_samples(size)]
         if len(of_samples) > 1 or any(isinstance(n, SymInt) for d, n in enumerate(x.shape) if d not in of_samples):
@@ -223,8 +230,12 @@ class SampleLoops(TracedReads):
 
     def _noted(self, make: Callable[[], Tensor], value: Tensor) -> Tensor:
         made = make()
-        self.recipes[made] = Recipe(value.clone)
+        self.recipes[made], self.settled[made] = Recipe(value.clone, of_inputs=True), made
         return made
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -17,6 +17,7 @@ from autoptd.passes.batch.batch_independence import refuse_mixed_samples
 from autoptd.passes.custom_grad.calls import write_own_calls
 from autoptd.passes.custom_grad.proof import prove_own
 from autoptd.passes.graph import source_line
+from autoptd.passes.loops.same_program import drop_unread_constants
 from autoptd.passes.loops.write_joined import write_joined_pieces
 from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_over_batch
 from autoptd.passes.losses.batch_statistics import sum_statistics_over_batch
@@ -159,4 +160,5 @@ FINISH: list[Pass] = [
     separate_sums,
     forget_likes,
     refuse_random,
+    drop_unread_constants,
 ]
