@@ -70,7 +70,8 @@ class SampleLoops(TracedReads):
         """inputs: the trace's, with a row for each sample; given: the same as forward takes them, by `rows`."""
         super().__init__()
         self.known = known
-        self.turns = WeakIdKeyDictionary()  # tensor -> (turn, turns) of the loop that made it
+        self.makers = WeakIdKeyDictionary()  # tensor -> number of its computation: equal in the turns of a loop
+        self.numbers: dict[Any, int] = {}
         self.settled = WeakIdKeyDictionary()  # constant of known inputs -> the same written as a constant
         self.counted = [x for x in inputs.values() if x.ndim]
         for name, row in known.rows.items():
@@ -106,10 +107,23 @@ class SampleLoops(TracedReads):
         if not known or _is_float(made) and not any(map(_is_float, given)):
             args, kwargs = pytree.tree_map(self._settled, (tuple(args), kwargs))
             made = super().__torch_function__(func, types, args, kwargs)
-        turns = {self.turns[x] for x in _tensors((args, kwargs)) if x in self.turns}
-        for x in _tensors(made) if len(turns) == 1 else ():
-            self.turns.setdefault(x, next(iter(turns)))
+        self._number(made, func, args, kwargs)
         return made
+
+    def _number(self, made: Any, func: Any, *given: Any) -> None:
+        """Give the tensors that a call made the numbers of their computation."""
+        new = [x for x in _tensors(made) if x not in self.makers]
+        if new:
+            leaves, spec = pytree.tree_flatten(given)
+            text = tuple(self._maker(x) if isinstance(x, Tensor) else str(x) for x in leaves)
+            for i, x in enumerate(new):
+                self.makers[x] = self.numbers.setdefault((func, text, str(spec), i), len(self.numbers))
+
+    def _maker(self, x: Tensor) -> int:
+        if x not in self.makers:
+            self.makers[x] = self.numbers.setdefault(object(), len(self.numbers))
+        found: int = self.makers[x]
+        return found
 
     def _of_samples(self, size: Any) -> bool:
         """Return whether a size depends on the number of samples."""
@@ -131,17 +145,18 @@ class SampleLoops(TracedReads):
         by = 1 if one else kwargs.get("split_size_or_sections", kwargs.get("split_size"))
         by = rest.pop(0) if by is None else by
         dim = kwargs.get("dim", rest[0] if rest else 0)
-        if not isinstance(x, Tensor) or not x.ndim or not self._of_samples(x.shape[dim]):
+        if not isinstance(x, Tensor) or not x.ndim or not self._of_samples(x.shape[dim]) or x.shape[dim].node.hint is None:
             return None
         length = int(x.shape[dim].node.hint)
         lengths = [int(n) for n in by] if isinstance(by, (list, tuple)) else [int(by)] * (length // int(by))
         if sum(lengths) != length or len(lengths) % self.known.samples:
             return None
+        each = len(lengths) // self.known.samples
         starts = accumulate(lengths, initial=0)
         parts = [x.narrow(dim, start, n) for start, n in zip(starts, lengths, strict=False)]
         found = tuple(part.squeeze(dim) for part in parts) if one else tuple(parts)
         for turn, part in enumerate(found):
-            self.turns[part] = turn, len(found)
+            self.makers[part] = self.numbers.setdefault(("part", self._maker(x), dim, turn % each), len(self.numbers))
             if x in self.recipes:
                 whole = self.recipe(*((torch.unbind, (x, dim)) if one else (torch.split, (x, lengths, dim))), {})
                 self.recipes[part] = Recipe(operator.getitem, (whole, turn), of_inputs=whole.of_inputs)
@@ -161,7 +176,8 @@ class SampleLoops(TracedReads):
                 join = torch.stack if stacked else torch.cat
                 blocks = [join(values[i : i + each], dim) for i in range(0, len(values), each)]
             return self._blocks(blocks, dim % blocks[0].ndim)
-        if [self.turns.get(x) for x in pieces] != [(i, len(pieces)) for i in range(len(pieces))]:
+        makers = [self._maker(x) for x in pieces]
+        if len({id(x) for x in pieces}) == 1 or makers[each:] != makers[:-each]:
             return None
         dim = dim % (pieces[0].ndim + stacked)
         if stacked:
