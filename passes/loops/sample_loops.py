@@ -17,10 +17,13 @@ example. The program is made for these values (`used`), and every batch is check
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import SymInt, Tensor
@@ -30,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoptd.layout.sample_rows import PLAIN, SampleRows
 from autoptd.passes.loops.blocks import blocks_of, literal
 from autoptd.passes.loops.join import JOIN
+from autoptd.passes.loops.row_writes import RowWrites, sample_index
 from autoptd.passes.traced_reads import Recipe, TracedReads, eager
 
 _SPLITS = ("split", "split_with_sizes")
@@ -61,6 +65,19 @@ def equal_rows(inputs: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, 
     return found
 
 
+@contextmanager
+def counted_by_hint(mode: SampleLoops) -> Iterator[None]:
+    """Count in Python to the number of samples of the example, as in `range(x.shape[0])`, without fixing it to that."""
+    index = SymInt.__index__
+
+    def number(size: SymInt) -> int:
+        outside = not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+        return mode.size(size) if outside and mode.of_samples(size) else int(index(size))
+
+    with patch.object(SymInt, "__index__", number), patch.object(SymInt, "__int__", number):
+        yield
+
+
 class SampleLoops(TracedReads):
     """Mode that reads the values of known inputs, and records where loops over samples begin and end."""
 
@@ -72,6 +89,7 @@ class SampleLoops(TracedReads):
         self.known = known
         self.makers = WeakIdKeyDictionary()  # tensor -> number of its computation: equal in the turns of a loop
         self.numbers: dict[Any, int] = {}
+        self.writes: list[RowWrites] = []  # held back until their tensor is read
         self.settled = WeakIdKeyDictionary()  # constant of known inputs -> the same written as a constant
         self.counted = [x for x in inputs.values() if x.ndim]
         for name, row in known.rows.items():
@@ -89,8 +107,12 @@ class SampleLoops(TracedReads):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self.writes and not torch.compiler.is_dynamo_compiling():
+            self._write(_tensors((args, kwargs)), name)
         if not torch.compiler.is_dynamo_compiling() and args:
-            if name == "__len__" and isinstance(args[0], Tensor) and args[0].ndim and self._of_samples(args[0].shape[0]):
+            if name in ("__getitem__", "__setitem__") and (row := self._row(name, *args)) is not None:
+                return row[0]
+            if name == "__len__" and isinstance(args[0], Tensor) and args[0].ndim and self.of_samples(args[0].shape[0]):
                 return self.size(args[0].shape[0])  # `list` asks for it
             if name == "__iter__" or name == "unbind" or name in _SPLITS:
                 made = self._apart(name, *args, **kwargs)
@@ -125,16 +147,18 @@ class SampleLoops(TracedReads):
         found: int = self.makers[x]
         return found
 
-    def _of_samples(self, size: Any) -> bool:
+    def of_samples(self, size: Any) -> bool:
         """Return whether a size depends on the number of samples."""
         if not isinstance(size, SymInt):
             return False
         samples = {s for x in self.counted if isinstance(n := x.shape[0], SymInt) for s in n.node.expr.free_symbols}
-        return not samples.isdisjoint(size.node.expr.free_symbols)
+        return size.node.hint is not None and not samples.isdisjoint(size.node.expr.free_symbols)
 
     def size(self, symbol: SymInt) -> int:
         """Return a size that a number depends on: one of samples stays a symbol, as a second trace has another."""
-        return int(symbol.node.hint) if self._of_samples(symbol) else super().size(symbol)
+        if not self.of_samples(symbol):
+            return super().size(symbol)
+        return int(symbol.node.hint)
 
     # ---- the beginning of a loop ----
 
@@ -145,7 +169,7 @@ class SampleLoops(TracedReads):
         by = 1 if one else kwargs.get("split_size_or_sections", kwargs.get("split_size"))
         by = rest.pop(0) if by is None else by
         dim = kwargs.get("dim", rest[0] if rest else 0)
-        if not isinstance(x, Tensor) or not x.ndim or not self._of_samples(x.shape[dim]) or x.shape[dim].node.hint is None:
+        if not isinstance(x, Tensor) or not x.ndim or not self.of_samples(x.shape[dim]):
             return None
         length = int(x.shape[dim].node.hint)
         lengths = [int(n) for n in by] if isinstance(by, (list, tuple)) else [int(by)] * (length // int(by))
@@ -162,6 +186,31 @@ class SampleLoops(TracedReads):
                 self.recipes[part] = Recipe(operator.getitem, (whole, turn), of_inputs=whole.of_inputs)
         return iter(found) if name == "__iter__" else found
 
+    def _row(self, name: str, x: Tensor, index: Any, value: Any = None) -> tuple[Any] | None:
+        """Read or write one sample's row; None if that is not what the call does, or x is known."""
+        at = sample_index(index, [self.of_samples(size) for size in x.shape])
+        if at is None or x in self.recipes:
+            return None
+        dim, i, opened = at
+        if name == "__setitem__":
+            if not any(pending.target is x for pending in self.writes):
+                self.writes.append(RowWrites(x))
+            pending = next(pending for pending in self.writes if pending.target is x)
+            pending.writes.append((index if isinstance(index, tuple) else (index,), opened, dim, i, value))
+            return (None,)
+        made = x[index]
+        each = int(x.shape[dim].node.hint) // self.known.samples
+        self.makers[made] = self.numbers.setdefault(("row", self._maker(x), str(opened), i % each), len(self.numbers))
+        return (made,)
+
+    def _write(self, given: Sequence[Tensor], name: str) -> None:
+        """Do the writes that were held back, to tensors that are read."""
+        memory = {x.untyped_storage()._cdata for x in given}
+        for pending in [x for x in self.writes if x.target.untyped_storage()._cdata in memory]:
+            if name != "__setitem__" or given[0] is not pending.target or len(given) > 1 and given[1] is given[0]:
+                self.writes.remove(pending)
+                pending.done(lambda values: self._joined(True, values))
+
     # ---- the end of a loop ----
 
     def _joined(self, stacked: bool, given: Any = None, dim: int = 0, **kwargs: Any) -> Any:
@@ -170,7 +219,7 @@ class SampleLoops(TracedReads):
         if not pieces or len(pieces) % self.known.samples or not all(isinstance(x, Tensor) for x in pieces):
             return None
         each = len(pieces) // self.known.samples
-        if all(x in self.recipes for x in pieces) and not any(map(self._of_samples, _sizes(pieces))):
+        if all(x in self.recipes for x in pieces) and not any(map(self.of_samples, _sizes(pieces))):
             values = [self.computed(self.recipes[x]) for x in pieces]
             with eager():
                 join = torch.stack if stacked else torch.cat
@@ -223,7 +272,7 @@ class SampleLoops(TracedReads):
         """
         if not isinstance(x, Tensor) or _is_float(x) or x not in self.recipes or not self.recipes[x].of_inputs:
             return x
-        of_samples = [dim for dim, size in enumerate(x.shape) if self._of_samples(size)]
+        of_samples = [dim for dim, size in enumerate(x.shape) if self.of_samples(size)]
         if len(of_samples) > 1 or any(isinstance(n, SymInt) for d, n in enumerate(x.shape) if d not in of_samples):
             return x
         if x not in self.settled:

@@ -20,6 +20,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from keyword import iskeyword
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import InputsError, nearest
 from autoptd.layout.sample_rows import SampleRows
-from autoptd.passes.loops.sample_loops import KnownInputs, SampleLoops
+from autoptd.passes.loops.sample_loops import KnownInputs, SampleLoops, counted_by_hint
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 from autoptd.passes.traced_reads import TracedReads
 
@@ -162,7 +163,8 @@ class Loss(nn.Module):
         apart, rows = inputs, self.rows
         inputs = {name: rows[name].joined(x) if name in rows else x for name, x in apart.items()}
         reads = SampleLoops(self.known, apart, inputs, rows) if self.known else TracedReads()
-        with RefuseUnregistered(self.model, self.original), reads:
+        counts = counted_by_hint(reads) if isinstance(reads, SampleLoops) else nullcontext()
+        with RefuseUnregistered(self.model, self.original), reads, counts:
             given = {
                 name: x.to(self.casts[name]) if name in self.casts else x
                 for name, x in self.objective.inputs_of(inputs).items()
