@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,8 +83,12 @@ class TracedReads(TorchFunctionMode):
         """Remember how a constant was made; forget those that share memory with one that is written to."""
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if given and (_WRITES.fullmatch(func.__name__) or kwargs.get("inplace") or "out" in kwargs):
+            known = all(x in self.recipes for x in given) and given[0] is args[0] and "out" not in kwargs
+            after = self.recipe(partial(_written, func), args, kwargs) if known else None
             for x in (given[0], *pytree.tree_leaves(kwargs.get("out"))):
                 self._forget(x)
+            if after is not None:
+                self.recipes[args[0]] = after
         elif all(x in self.recipes for x in given) and (given or func in MAKES):
             recipe = self.recipe(func, args, kwargs)
             parts = list(enumerate(made)) if isinstance(made, (tuple, list)) else []
@@ -122,6 +127,13 @@ class TracedReads(TorchFunctionMode):
         memory = written.untyped_storage()._cdata
         for x in [x for x in self.recipes if x.untyped_storage()._cdata == memory]:
             del self.recipes[x]
+
+
+def _written(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a constant after a call that writes to it."""
+    found = x.clone()
+    func(found, *args, **kwargs)
+    return found
 
 
 @contextmanager

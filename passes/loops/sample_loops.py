@@ -38,6 +38,7 @@ from autoptd.passes.traced_reads import Recipe, TracedReads, eager
 
 _SPLITS = ("split", "split_with_sizes")
 _CATS = ("cat", "concat", "concatenate")
+_SIZED = ("__getitem__", "__setitem__", "reshape", "view", "expand", "repeat", "unflatten", "narrow")
 _BY_DATA = (  # functions of constants whose result has a size that depends on their values
     *("repeat_interleave", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
     *("_unique_impl", "_return_output", "_return_inverse", "_return_counts"),
@@ -110,6 +111,10 @@ class SampleLoops(TracedReads):
         if self.writes and not torch.compiler.is_dynamo_compiling():
             self._write(_tensors((args, kwargs)), name)
         if not torch.compiler.is_dynamo_compiling() and args:
+            if name in _SIZED and isinstance(args[0], Tensor):
+                args = (args[0], *(self._numbers_in(x) for x in args[1:]))
+            if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+                args = self._rows_of(*args)
             if name in ("__getitem__", "__setitem__") and (row := self._row(name, *args)) is not None:
                 return row[0]
             if name == "__len__" and isinstance(args[0], Tensor) and args[0].ndim and self.of_samples(args[0].shape[0]):
@@ -172,6 +177,7 @@ class SampleLoops(TracedReads):
         if not isinstance(x, Tensor) or not x.ndim or not self.of_samples(x.shape[dim]):
             return None
         length = int(x.shape[dim].node.hint)
+        by = self._numbers_in(by)
         lengths = [int(n) for n in by] if isinstance(by, (list, tuple)) else [int(by)] * (length // int(by))
         if sum(lengths) != length or len(lengths) % self.known.samples:
             return None
@@ -185,6 +191,25 @@ class SampleLoops(TracedReads):
                 whole = self.recipe(*((torch.unbind, (x, dim)) if one else (torch.split, (x, lengths, dim))), {})
                 self.recipes[part] = Recipe(operator.getitem, (whole, turn), of_inputs=whole.of_inputs)
         return iter(found) if name == "__iter__" else found
+
+    def _numbers_in(self, x: Any) -> Any:
+        """Return sizes or an index with the numbers that known tensors of one element hold."""
+        if isinstance(x, slice):
+            return slice(*map(self._numbers_in, (x.start, x.stop, x.step)))
+        if isinstance(x, (tuple, list)):
+            return type(x)(map(self._numbers_in, x)) if type(x) in (tuple, list) else x
+        one = isinstance(x, Tensor) and not x.ndim and x in self.recipes and not _is_float(x) and x.dtype != torch.bool
+        return int(self.computed(self.recipes[x])) if one else x
+
+    def _rows_of(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+        """Return a tensor and the numbers of the rows that a known mask picks of it; the mask itself if it is not."""
+        if mask not in self.recipes or x in self.recipes or mask.ndim > x.ndim:
+            return x, mask
+        value = self.computed(self.recipes[mask])
+        with eager():
+            rows, whole = value.flatten().nonzero().flatten(), bool(value.all())
+        flat = x.flatten(0, mask.ndim - 1) if mask.ndim > 1 else x
+        return flat, (slice(None) if whole else self._constant(rows))
 
     def _row(self, name: str, x: Tensor, index: Any, value: Any = None) -> tuple[Any] | None:
         """Read or write one sample's row; None if that is not what the call does, or x is known."""
