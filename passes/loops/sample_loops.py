@@ -83,10 +83,11 @@ class SampleLoops(TracedReads):
     """Mode that reads the values of known inputs, and records where loops over samples begin and end."""
 
     def __init__(
-        self, known: KnownInputs, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor], rows: Mapping[str, SampleRows]
+        self, known: KnownInputs, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor], rows: Mapping[str, SampleRows],
+        left_out: set[str],
     ) -> None:
         """inputs: the trace's, with a row for each sample; given: the same as forward takes them, by `rows`."""
-        super().__init__()
+        super().__init__(left_out)
         self.known = known
         self.makers = WeakIdKeyDictionary()  # tensor -> number of its computation: equal in the turns of a loop
         self.numbers: dict[Any, int] = {}
@@ -139,7 +140,7 @@ class SampleLoops(TracedReads):
 
     def _number(self, made: Any, func: Any, *given: Any) -> None:
         """Give the tensors that a call made the numbers of their computation."""
-        new = [x for x in _tensors(made) if x not in self.makers]
+        new = [x for x in _tensors(made) if x not in self.makers and (x.ndim or x not in self.recipes)]
         if new:
             leaves, spec = pytree.tree_flatten(given)
             text = tuple(self._maker(x) if isinstance(x, Tensor) else str(x) for x in leaves)
@@ -148,7 +149,9 @@ class SampleLoops(TracedReads):
 
     def _maker(self, x: Tensor) -> int:
         if x not in self.makers:
-            self.makers[x] = self.numbers.setdefault(object(), len(self.numbers))
+            known = x in self.recipes and self.recipes[x].of_inputs and not x.ndim
+            key = (str(self.computed(self.recipes[x])), x.dtype) if known else object()
+            self.makers[x] = self.numbers.setdefault(key, len(self.numbers))
         found: int = self.makers[x]
         return found
 

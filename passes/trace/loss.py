@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import InputsError, nearest
 from autoptd.layout.sample_rows import SampleRows
+from autoptd.passes.data_checks import without_data_checks
 from autoptd.passes.loops.sample_loops import KnownInputs, SampleLoops, counted_by_hint
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 from autoptd.passes.traced_reads import TracedReads
@@ -140,7 +141,7 @@ class Loss(nn.Module):
 
     `original`: names of the user's parameters, which the model has copies of, by id. `casts`: inputs to cast before
     `forward`, with the dtype. `rows`: inputs given with their samples in dim 0, which `forward` takes elsewhere.
-    `known`: set if loops over samples are recorded.
+    `known`: set if loops over samples are recorded. `left_out`: gets the places of checks of data.
     """
 
     def __init__(
@@ -151,20 +152,22 @@ class Loss(nn.Module):
         casts: Mapping[str, torch.dtype],
         rows: Mapping[str, SampleRows],
         known: KnownInputs | None = None,
+        left_out: set[str] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.original, self.casts, self.rows, self.known = original, casts, rows, known
+        self.left_out = set[str]() if left_out is None else left_out
         if objective.child is None and isinstance(objective.loss, nn.Module):
             self.loss = objective.loss  # registers its constants as `loss.…`
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         apart, rows = inputs, self.rows
         inputs = {name: rows[name].joined(x) if name in rows else x for name, x in apart.items()}
-        reads = SampleLoops(self.known, apart, inputs, rows) if self.known else TracedReads()
+        reads = SampleLoops(self.known, apart, inputs, rows, self.left_out) if self.known else TracedReads(self.left_out)
         counts = counted_by_hint(reads) if isinstance(reads, SampleLoops) else nullcontext()
-        with RefuseUnregistered(self.model, self.original), reads, counts:
+        with RefuseUnregistered(self.model, self.original), reads, counts, without_data_checks(self.left_out):
             given = {
                 name: x.to(self.casts[name]) if name in self.casts else x
                 for name, x in self.objective.inputs_of(inputs).items()

@@ -128,7 +128,7 @@ def _traced(
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, list(inputs), names, frozen, count, objective)
     _refuse_shared_updates(model, traced)
-    traced.averaging, traced.rows = averaging, rows
+    traced.averaging, traced.rows, traced.left_out = averaging, rows, tuple(sorted(exporter.left_out))
     if known is not None:
         traced.loops, traced.known = True, {name: known.rows[name] for name in sorted(known.used)}
     traced.own = own
@@ -174,6 +174,7 @@ class _Exporter:
     fixed: frozenset[InputDim] = frozenset()  # static input dims
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
     known: KnownInputs | None = None  # set if loops over samples are recorded
+    left_out: set[str] = field(default_factory=set)  # places of checks of data
 
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
@@ -234,7 +235,7 @@ class _Exporter:
         except Exception as error:
             raise not_copied(error) from error
         names = {id(p): name for name, p in self.model.named_parameters()}
-        root = Loss(model, self.objective.in_precision(PRECISIONS[self.precision]), names, self.casts, self.rows, self.known)
+        root = Loss(model, self.objective.in_precision(PRECISIONS[self.precision]), names, self.casts, self.rows, self.known, self.left_out)
         with mode:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)

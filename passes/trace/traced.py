@@ -56,6 +56,7 @@ class Traced:
     own: OwnCalls = field(default_factory=OwnCalls)  # calls with a user-defined backward pass
     rows: dict[str, SampleRows] = field(default_factory=dict)  # input -> its samples, if they are not rows of dim 0
     known: dict[str, Tensor] = field(default_factory=dict)  # input -> its row in every sample, if the graph is for that
+    left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
     loops: bool = False  # loops over samples were written as one pass
 
     def by_sample(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
