@@ -91,7 +91,7 @@ class TracedReads(TorchFunctionMode):
             known = all(x in self.recipes for x in given) and given[0] is args[0] and "out" not in kwargs
             after = self.recipe(partial(_written, func), args, kwargs) if known else None
             for x in (given[0], *pytree.tree_leaves(kwargs.get("out"))):
-                self._forget(x)
+                self.forget(x)
             if after is not None:
                 self.recipes[args[0]] = after
         elif all(x in self.recipes for x in given) and (given or func in MAKES):
@@ -126,7 +126,8 @@ class TracedReads(TorchFunctionMode):
             torch.set_rng_state(before)
         return None if drawn else found
 
-    def _forget(self, written: Tensor) -> None:
+    def forget(self, written: Tensor) -> None:
+        """Forget how a tensor was made, and all that share memory with it."""
         if written not in self.recipes:
             return
         memory = written.untyped_storage()._cdata

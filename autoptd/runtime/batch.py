@@ -94,7 +94,7 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
                 where=name,
                 fix="give the shape that the model was traced with: " + spec.text,
             )
-        if spec.value and bool((x.flatten(1) != x.new_tensor(spec.value)).any()):
+        if spec.value and bool((x.reshape(x.shape[0], -1) != x.new_tensor(spec.value)).any()):
             raise InputsError(
                 f"a sample of {name!r} is not {_short(spec.value)}, for which the program was made: the model reads these "
                 "numbers in Python",

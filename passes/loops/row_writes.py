@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Index = tuple[Any, ...]
+Join = Callable[[list[Tensor], Sequence[Any]], Tensor | None]
 
 
 def sample_index(index: Any, of_samples: Sequence[bool]) -> tuple[int, int, Index] | None:
@@ -37,8 +38,12 @@ class RowWrites:
     target: Tensor
     writes: list[tuple[Index, Index, int, int, Any]] = field(default_factory=list)  # index, its open form, dim, i, value
 
-    def done(self, join: Callable[[list[Tensor]], Tensor | None]) -> None:
-        """Write. `join` gives the values of all samples in one tensor, None if they are not alike."""
+    def _shape(self, index: Index) -> Sequence[Any]:
+        return torch.empty_like(self.target)[index].shape
+
+    def done(self, join: Join) -> None:
+        """Write. `join` gives the values of all samples, of one shape, in one tensor; None if they are not alike."""
+        self.writes = [write for write in self.writes if 0 not in self._shape(write[0])]
         slots: dict[str, list[tuple[int, Any]]] = {}
         for _, opened, dim, i, value in self.writes:
             slots.setdefault(f"{dim} {opened}", []).append((i, value))
@@ -52,12 +57,11 @@ class RowWrites:
                 value = made[f"{dim} {opened}"]
                 self.target[opened] = value.movedim(0, dim) if isinstance(value, Tensor) and value.ndim > dim else value
 
-    def _whole(self, found: list[tuple[int, Any]], join: Callable[[list[Tensor]], Tensor | None]) -> Any:
+    def _whole(self, found: list[tuple[int, Any]], join: Join) -> Any:
         if [i for i, _ in found] != list(range(len(found))):
             return None
         values = [value for _, value in found]
         if all(isinstance(value, Tensor) for value in values):
             index = next(x for x, _, _, i, v in self.writes if i == 0 and v is values[0])
-            shape = torch.empty_like(self.target)[index].shape
-            return join([x.expand(shape) for x in values])
+            return join(values, self._shape(index))
         return values[0] if all(value == values[0] for value in values[1:]) else None

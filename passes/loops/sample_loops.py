@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.layout.sample_rows import PLAIN, SampleRows
+from autoptd.passes.loops.block_attention import attend_apart, block_of
 from autoptd.passes.loops.blocks import blocks_of, literal
 from autoptd.passes.loops.join import JOIN
 from autoptd.passes.loops.row_writes import RowWrites, sample_index
@@ -122,6 +123,8 @@ class SampleLoops(TracedReads):
                 return self.size(args[0].shape[0])  # `list` asks for it
             if name == "__iter__" or name == "unbind" or name in _SPLITS:
                 made = self._apart(name, *args, **kwargs)
+            elif name == "scaled_dot_product_attention":
+                made = self._attention(*args, **kwargs)
             elif name in (*_CATS, "stack"):
                 made = self._joined(name == "stack", *args, **kwargs)
             else:
@@ -217,10 +220,12 @@ class SampleLoops(TracedReads):
     def _row(self, name: str, x: Tensor, index: Any, value: Any = None) -> tuple[Any] | None:
         """Read or write one sample's row; None if that is not what the call does, or x is known."""
         at = sample_index(index, [self.of_samples(size) for size in x.shape])
-        if at is None or x in self.recipes:
+        known = x in self.recipes and (name == "__getitem__" or not isinstance(value, Tensor) or value in self.recipes)
+        if at is None or known:
             return None
         dim, i, opened = at
         if name == "__setitem__":
+            self.forget(x)
             if not any(pending.target is x for pending in self.writes):
                 self.writes.append(RowWrites(x))
             pending = next(pending for pending in self.writes if pending.target is x)
@@ -237,7 +242,14 @@ class SampleLoops(TracedReads):
         for pending in [x for x in self.writes if x.target.untyped_storage()._cdata in memory]:
             if name != "__setitem__" or given[0] is not pending.target or len(given) > 1 and given[1] is given[0]:
                 self.writes.remove(pending)
-                pending.done(lambda values: self._joined(True, values))
+                pending.done(self._rows_joined)
+
+    def _rows_joined(self, values: list[Tensor], shape: Sequence[Any]) -> Tensor | None:
+        """Return the values of all samples' rows in one tensor, each expanded to a shape; None if they differ."""
+        if any(x.shape != shape for x in values):
+            values = [self.__torch_function__(Tensor.expand, (), (x, shape)) for x in values]
+        found: Tensor | None = self._joined(True, values)
+        return found
 
     # ---- the end of a loop ----
 
@@ -264,6 +276,16 @@ class SampleLoops(TracedReads):
     def _count(self, each: int) -> Any:
         """Return how many pieces there are, with so many for each sample, as a size of any batch."""
         return each * self.counted[0].shape[0]
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
+        """Return attention over all samples at once that a known mask keeps apart; None for any other."""
+        known = isinstance(attn_mask, Tensor) and attn_mask in self.recipes and not args and q.ndim == 4
+        if not known or not all(x.shape[0] == 1 and self.of_samples(x.shape[2]) for x in (q, k, v)):
+            return None
+        value = self.computed(self.recipes[attn_mask])
+        with eager():
+            block = block_of(value, self.known.samples)
+        return None if block is None else attend_apart(q, k, v, block, self._count(1), **options)
 
     # ---- constants ----
 

@@ -31,7 +31,7 @@ _DIMS: Mapping[str, tuple[int, ...]] = {  # op -> its arguments that are dims
     **{"transpose": (1, 2), "unsqueeze": (1,)},
 }
 _DEFAULT = {"slice": 0, "chunk": 0, "split": 0, "split_with_sizes": 0, "unbind": 0, "cat": 0, "stack": 0, "glu": -1}
-_MERGED = ("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention", "avg_pool2d", "max_pool2d", "group_norm")
+_MERGED = ("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention", "avg_pool2d", "max_pool2d", "im2col")
 _PICTURES = ("upsample", "_upsample", "_adaptive_avg_pool", "adaptive_avg_pool")
 
 
@@ -175,7 +175,7 @@ class TurnRules:
 
     def _transposed(self, node: fx.Node, given: Mapping[fx.Node, Turns]) -> fx.Node:
         x = given[node.args[0]].node  # type: ignore[index]
-        return self.permute(x, [0, 2, 1]) if info(x).ndim == 3 else x
+        return self.permute(x, [0, *range(info(x).ndim - 1, 0, -1)])
 
     def _indexed(self, node: fx.Node, given: Mapping[fx.Node, Turns]) -> fx.Node:
         source, *indices = operands(node)
@@ -187,10 +187,10 @@ class TurnRules:
         raise UnlikeTurnsError(node, "its indices differ from turn to turn")
 
 
-_ROWS = {"conv1d": 3, "conv2d": 4, "conv3d": 5, "avg_pool2d": 4, "max_pool2d": 4}  # op -> dims with one of samples
+_ROWS = {"im2col": 4, "conv1d": 3, "conv2d": 4, "conv3d": 5, "avg_pool2d": 4, "max_pool2d": 4}  # op -> dims with one of samples
 RULES_OF: Mapping[str, Callable[[TurnRules, fx.Node, Mapping[fx.Node, Turns]], fx.Node]] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), TurnRules._expanded),
     **dict.fromkeys(("matmul", "bmm"), TurnRules._product),
-    "t": TurnRules._transposed,
+    **dict.fromkeys(("t", "numpy_T"), TurnRules._transposed),
     "index": TurnRules._indexed,
 }

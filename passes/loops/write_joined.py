@@ -105,7 +105,7 @@ class _Loop:
             raise UnlikeTurnsError(first, "its turns compute different things")
         if any(n.meta["info"] != first.meta["info"] for n in nodes):
             raise UnlikeTurnsError(first, "its turns have different sizes")
-        if op_name(first) in _READS and all(n.args[0] is first.args[0] for n in nodes):
+        if op_name(first) in _READS and all(n.args[0] is first.args[0] for n in nodes) and nodes[1].args != first.args:
             return Turns(self._piece(nodes), True)
         structures = [substitute((n.args, tuple(n.kwargs.items())), lambda x: None) for n in nodes]
         if any(structure != structures[0] for structure in structures):
