@@ -110,6 +110,7 @@ class TracedReads(TorchFunctionMode):
             return self.recipes[x] if isinstance(x, Tensor) else x
 
         args, kwargs = pytree.tree_map(known, (tuple(args), dict(kwargs)))
+        assert isinstance(args, tuple)
         parts = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Recipe))
         return Recipe(func, args, kwargs, any(part.of_inputs for part in parts))
 

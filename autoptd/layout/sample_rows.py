@@ -1,9 +1,9 @@
 """Inputs whose samples are not single rows of dim 0: patches of pictures in one list, positions [3, samples, tokens].
 
-    user's tensor            rows    the program's tensor
-    [b, …]                   1       the same
-    [b · n, …]               n       [b, n, …]: n consecutive rows are one sample's
-    [3, b, …], dim 1         1       [b, 3, …]
+user's tensor            rows    the program's tensor
+[b, …]                   1       the same
+[b · n, …]               n       [b, n, …]: n consecutive rows are one sample's
+[3, b, …], dim 1         1       [b, 3, …]
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PLAIN = SampleRows()
 
 
 def count_samples(inputs: Mapping[str, Tensor]) -> int:
-    """Return the number of samples of example inputs: the size of dim 0 that most of them have, the first's if equal."""
+    """Return the number of samples of example inputs: the size of dim 0 that most of them have."""
     sizes = Counter(x.shape[0] for x in inputs.values() if x.ndim)
     return sizes.most_common(1)[0][0]
 

@@ -96,11 +96,11 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
             )
         if spec.value and bool((x.reshape(x.shape[0], -1) != x.new_tensor(spec.value)).any()):
             raise InputsError(
-                f"a sample of {name!r} is not {_short(spec.value)}, for which the program was made: the model reads these "
-                "numbers in Python",
+                f"a sample of {name!r} is not {_short(spec.value)}, which the program was made for: the model reads "
+                "these numbers in Python",
                 where=name,
-                fix="give pictures of the planned size, by resizing them; or plan for each size, and train on batches of "
-                "one size at a time",
+                fix="give pictures of the planned size, by resizing them; or plan for each size, and take "
+                "batches of one size",
             )
         for dim, (size, planned, symbol) in enumerate(zip(x.shape[1:], spec.sizes, spec.symbols, strict=True), 1):
             _check_size(f"dim {dim} of {name!r}", size, planned, symbol)

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from autoptd.errors import InputsError
 from autoptd.layout.layout import Layout
-from autoptd.runtime.batch import Microbatch, by_sample, check_multiples, check_specs, cut_batch, digest, sample_count, stand_in
+from autoptd.runtime.batch import (
+    Microbatch,
+    by_sample,
+    check_multiples,
+    check_specs,
+    cut_batch,
+    digest,
+    sample_count,
+    stand_in,
+)
 from autoptd.runtime.comm.interfaces import Communicators, all_gather_text
 
 _TEXT = 2000  # bytes of an error that other ranks receive

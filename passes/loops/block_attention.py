@@ -19,7 +19,7 @@ from autoptd.passes.traced_reads import eager
 
 
 def block_of(mask: Tensor, samples: int) -> Tensor | None:
-    """Return the mask of one sample from that of all, [rows, columns] at the end; None if samples are not kept apart."""
+    """Return the mask of one sample from that of all, [rows, columns] at the end; None if it keeps none apart."""
     rows, columns = mask.shape[-2:]
     if rows % samples or columns % samples or mask.numel() != rows * columns:
         return None

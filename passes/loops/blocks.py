@@ -37,7 +37,8 @@ class Blocks:
         if step:
             at = torch.arange(count, dtype=base.dtype).reshape(-1, *[1] * base.ndim)
             # `% step` changes nothing, and shows that each block numbers rows of its own sample
-            spread = (base % step if within else base) + at * (step if isinstance(step, int) else literal(self.step))
+            first: Tensor = base % step if within else base  # type: ignore[operator]
+            spread = first + at * (step if isinstance(step, int) else literal(self.step))
         return spread.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
 

@@ -36,7 +36,9 @@ class RowWrites:
     """The writes to one tensor that are held back, in their order."""
 
     target: Tensor
-    writes: list[tuple[Index, Index, int, int, Any]] = field(default_factory=list)  # index, its open form, dim, i, value
+    writes: list[tuple[Index, Index, int, int, Any]] = field(
+        default_factory=list
+    )  # index, its open form, dim, i, value
 
     def _shape(self, index: Index) -> Sequence[Any]:
         return torch.empty_like(self.target)[index].shape

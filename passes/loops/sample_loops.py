@@ -84,7 +84,11 @@ class SampleLoops(TracedReads):
     """Mode that reads the values of known inputs, and records where loops over samples begin and end."""
 
     def __init__(
-        self, known: KnownInputs, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor], rows: Mapping[str, SampleRows],
+        self,
+        known: KnownInputs,
+        inputs: Mapping[str, Tensor],
+        given: Mapping[str, Tensor],
+        rows: Mapping[str, SampleRows],
         left_out: set[str],
     ) -> None:
         """inputs: the trace's, with a row for each sample; given: the same as forward takes them, by `rows`."""
@@ -120,7 +124,7 @@ class SampleLoops(TracedReads):
             if name in ("__getitem__", "__setitem__") and (row := self._row(name, *args)) is not None:
                 return row[0]
             if name == "__len__" and isinstance(args[0], Tensor) and args[0].ndim and self.of_samples(args[0].shape[0]):
-                return self.size(args[0].shape[0])  # `list` asks for it
+                return _hint(args[0].shape[0])  # `list` asks for it
             if name == "__iter__" or name == "unbind" or name in _SPLITS:
                 made = self._apart(name, *args, **kwargs)
             elif name == "scaled_dot_product_attention":
@@ -135,7 +139,7 @@ class SampleLoops(TracedReads):
         known = all(x in self.recipes for x in given)
         if known:
             made = super().__torch_function__(func, types, args, kwargs)
-        if not known or _is_float(made) and not any(map(_is_float, given)):
+        if not known or (_is_float(made) and not any(map(_is_float, given))):
             args, kwargs = pytree.tree_map(self._settled, (tuple(args), kwargs))
             made = super().__torch_function__(func, types, args, kwargs)
         self._number(made, func, args, kwargs)
@@ -162,14 +166,15 @@ class SampleLoops(TracedReads):
         """Return whether a size depends on the number of samples."""
         if not isinstance(size, SymInt):
             return False
-        samples = {s for x in self.counted if isinstance(n := x.shape[0], SymInt) for s in n.node.expr.free_symbols}
+        counts: list[Any] = [x.shape[0] for x in self.counted]
+        samples = {s for n in counts if isinstance(n, SymInt) for s in n.node.expr.free_symbols}
         return size.node.hint is not None and not samples.isdisjoint(size.node.expr.free_symbols)
 
     def size(self, symbol: SymInt) -> int:
         """Return a size that a number depends on: one of samples stays a symbol, as a second trace has another."""
         if not self.of_samples(symbol):
             return super().size(symbol)
-        return int(symbol.node.hint)
+        return _hint(symbol)
 
     # ---- the beginning of a loop ----
 
@@ -182,7 +187,7 @@ class SampleLoops(TracedReads):
         dim = kwargs.get("dim", rest[0] if rest else 0)
         if not isinstance(x, Tensor) or not x.ndim or not self.of_samples(x.shape[dim]):
             return None
-        length = int(x.shape[dim].node.hint)
+        length = _hint(x.shape[dim])
         by = self._numbers_in(by)
         lengths = [int(n) for n in by] if isinstance(by, (list, tuple)) else [int(by)] * (length // int(by))
         if sum(lengths) != length or len(lengths) % self.known.samples:
@@ -194,7 +199,7 @@ class SampleLoops(TracedReads):
         for turn, part in enumerate(found):
             self.makers[part] = self.numbers.setdefault(("part", self._maker(x), dim, turn % each), len(self.numbers))
             if x in self.recipes:
-                whole = self.recipe(*((torch.unbind, (x, dim)) if one else (torch.split, (x, lengths, dim))), {})
+                whole = self.recipe(torch.unbind if one else torch.split, (x, dim) if one else (x, lengths, dim), {})
                 self.recipes[part] = Recipe(operator.getitem, (whole, turn), of_inputs=whole.of_inputs)
         return iter(found) if name == "__iter__" else found
 
@@ -232,7 +237,7 @@ class SampleLoops(TracedReads):
             pending.writes.append((index if isinstance(index, tuple) else (index,), opened, dim, i, value))
             return (None,)
         made = x[index]
-        each = int(x.shape[dim].node.hint) // self.known.samples
+        each = _hint(x.shape[dim]) // self.known.samples
         self.makers[made] = self.numbers.setdefault(("row", self._maker(x), str(opened), i % each), len(self.numbers))
         return (made,)
 
@@ -240,7 +245,7 @@ class SampleLoops(TracedReads):
         """Do the writes that were held back, to tensors that are read."""
         memory = {x.untyped_storage()._cdata for x in given}
         for pending in [x for x in self.writes if x.target.untyped_storage()._cdata in memory]:
-            if name != "__setitem__" or given[0] is not pending.target or len(given) > 1 and given[1] is given[0]:
+            if name != "__setitem__" or given[0] is not pending.target or (len(given) > 1 and given[1] is given[0]):
                 self.writes.remove(pending)
                 pending.done(self._rows_joined)
 
@@ -326,7 +331,7 @@ class SampleLoops(TracedReads):
         if len(of_samples) > 1 or any(isinstance(n, SymInt) for d, n in enumerate(x.shape) if d not in of_samples):
             return x
         if x not in self.settled:
-            value = self.computed(self.recipes[x])
+            value, made = self.computed(self.recipes[x]), None
             if not of_samples:
                 made = self._noted(lambda: literal(value), value)
             else:
@@ -347,6 +352,11 @@ class SampleLoops(TracedReads):
         made = make()
         self.recipes[made], self.settled[made] = Recipe(value.clone, of_inputs=True), made
         return made
+
+
+def _hint(size: Any) -> int:
+    """Return the size that a dim has in the example."""
+    return int(size.node.hint) if isinstance(size, SymInt) else int(size)
 
 
 def _is_float(x: Any) -> bool:

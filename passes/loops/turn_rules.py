@@ -1,8 +1,8 @@
 """One op of a loop's turn, written for all turns at once: operands that differ have the turns in a dim 0 of their own.
 
-    linear x, weight         [n, …, k], weight          ops that take any leading dims stay as they are
-    transpose x, 0, 1        transpose x, 1, 2          dims count from the turns' on
-    conv2d x [1, c, h, w]    conv2d x [n, c, h, w]      the turns are merged with a dim of samples
+linear x, weight         [n, …, k], weight          ops that take any leading dims stay as they are
+transpose x, 0, 1        transpose x, 1, 2          dims count from the turns' on
+conv2d x [1, c, h, w]    conv2d x [n, c, h, w]      the turns are merged with a dim of samples
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.graph import info, infos, op_name, operands, plain, substitute, write_op
-from autoptd.passes.opcall import Size, TensorInfo, target_name
+from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.rules import op_notations as notations
 from autoptd.passes.rules.table import RULES
 
@@ -28,7 +28,8 @@ _DIMS: Mapping[str, tuple[int, ...]] = {  # op -> its arguments that are dims
     **dict.fromkeys(("sum", "mean", "amax", "amin", "flip", "permute", "all", "any"), (1,)),
     **dict.fromkeys(("chunk", "split", "split_with_sizes", "roll"), (2,)),
     **dict.fromkeys(("unbind", "cat", "stack"), (1,)),
-    **{"transpose": (1, 2), "unsqueeze": (1,)},
+    "transpose": (1, 2),
+    "unsqueeze": (1,),
 }
 _DEFAULT = {"slice": 0, "chunk": 0, "split": 0, "split_with_sizes": 0, "unbind": 0, "cat": 0, "stack": 0, "glu": -1}
 _MERGED = ("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention", "avg_pool2d", "max_pool2d", "im2col")
@@ -160,7 +161,9 @@ class TurnRules:
         kwargs = {key: substitute(value, merge) for key, value in node.kwargs.items()}
         shape = info(node).shape
         made = self.again(node, args, kwargs)
-        made.meta["info"] = TensorInfo((plain(self.count * rows), *shape[1:]), info(node).dtype, info(node).requires_grad)
+        made.meta["info"] = TensorInfo(
+            (plain(self.count * rows), *shape[1:]), info(node).dtype, info(node).requires_grad
+        )
         return self.reshape(made, self.shape(node))
 
     def _expanded(self, node: fx.Node, given: Mapping[fx.Node, Turns]) -> fx.Node:
@@ -187,7 +190,14 @@ class TurnRules:
         raise UnlikeTurnsError(node, "its indices differ from turn to turn")
 
 
-_ROWS = {"im2col": 4, "conv1d": 3, "conv2d": 4, "conv3d": 5, "avg_pool2d": 4, "max_pool2d": 4}  # op -> dims with one of samples
+_ROWS = {
+    "im2col": 4,
+    "conv1d": 3,
+    "conv2d": 4,
+    "conv3d": 5,
+    "avg_pool2d": 4,
+    "max_pool2d": 4,
+}  # op -> dims with one of samples
 RULES_OF: Mapping[str, Callable[[TurnRules, fx.Node, Mapping[fx.Node, Turns]], fx.Node]] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), TurnRules._expanded),
     **dict.fromkeys(("matmul", "bmm"), TurnRules._product),

@@ -20,7 +20,7 @@ from torch import fx
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import info, is_getitem, op_name, operands, plain, source_line, substitute, write_op
 from autoptd.passes.loops.join import JOIN
-from autoptd.passes.loops.turn_rules import Turns, TurnRules, UnlikeTurnsError
+from autoptd.passes.loops.turn_rules import TurnRules, Turns, UnlikeTurnsError
 from autoptd.passes.opcall import Size
 from autoptd.passes.rules.views import same
 from autoptd.passes.trace.traced import BATCH, Traced
@@ -112,7 +112,11 @@ class _Loop:
             raise UnlikeTurnsError(first, "its turns compute with different numbers")
         if is_getitem(first):
             owner: Any = self.turns(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
-            return Turns(self.rules.again(first, (owner.node, first.args[1])), True) if owner.differs else Turns(first, False)
+            return (
+                Turns(self.rules.again(first, (owner.node, first.args[1])), True)
+                if owner.differs
+                else Turns(first, False)
+            )
         given: dict[fx.Node, Turns] = {}
         for xs in zip(*map(operands, nodes), strict=True):
             found = self.turns(xs)

@@ -165,7 +165,9 @@ class Loss(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         apart, rows = inputs, self.rows
         inputs = {name: rows[name].joined(x) if name in rows else x for name, x in apart.items()}
-        reads = SampleLoops(self.known, apart, inputs, rows, self.left_out) if self.known else TracedReads(self.left_out)
+        reads = (
+            SampleLoops(self.known, apart, inputs, rows, self.left_out) if self.known else TracedReads(self.left_out)
+        )
         counts = counted_by_hint(reads) if isinstance(reads, SampleLoops) else nullcontext()
         with RefuseUnregistered(self.model, self.original), reads, counts, without_data_checks(self.left_out):
             given = {

@@ -235,7 +235,15 @@ class _Exporter:
         except Exception as error:
             raise not_copied(error) from error
         names = {id(p): name for name, p in self.model.named_parameters()}
-        root = Loss(model, self.objective.in_precision(PRECISIONS[self.precision]), names, self.casts, self.rows, self.known, self.left_out)
+        root = Loss(
+            model,
+            self.objective.in_precision(PRECISIONS[self.precision]),
+            names,
+            self.casts,
+            self.rows,
+            self.known,
+            self.left_out,
+        )
         with mode:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)
