@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
+from autoptd.errors import AutoptdError, InputsError, RuntimeFault, UnsupportedOp
 from autoptd.parallel import Parallel
-from autoptd.passes.loops import write_joined
+from autoptd.passes.loops import sample_loops, write_joined
 from autoptd.passes.loops.blocks import Blocks
+from autoptd.runtime.batch import by_sample
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from tests.parity.parity_check import TOLERANCE
 
@@ -141,29 +142,22 @@ def test_as_on_one_process(see: See) -> None:
     assert off(see) <= TOLERANCE
 
 
-@pytest.mark.fault("rows of another sample's picture")
-def test_a_picture_that_reads_rows_of_another_is_found() -> None:
-    write = Blocks.write
+def test_planted_rows_of_another_picture_are_refused() -> None:
+    """Every picture would read the rows of the first one."""
 
-    def first_again(self: Blocks, count: Any) -> Tensor:
-        return write(Blocks(self.first, torch.zeros_like(self.step), self.dim), count)
+    def first_again(blocks: Any, dim: int) -> Blocks:
+        return Blocks(blocks[0], torch.zeros_like(blocks[0].flatten()[0]), dim)
 
-    with patch.object(Blocks, "write", first_again), pytest.raises(AutoptdError, match="works across samples"):
+    with (
+        patch.object(sample_loops, "blocks_of", first_again),
+        pytest.raises(AutoptdError, match="works across samples"),
+    ):
         made(windows)
 
 
-@pytest.mark.fault("turns of a loop in the order of patches, not of samples")
-def test_turns_that_are_joined_in_another_order_are_found() -> None:
+def test_planted_order_of_patches_is_found() -> None:
+    """The patches of each picture would come back in reverse."""
     flat = write_joined._flat
-
-    def shuffled(graph: Any, found: Any, count: Any, dim: int) -> Any:
-        return flat(graph, type(found)(graph.call_function(torch.ops.aten.flip.default, (found.node, [1])), True), count, dim)
-
-    def planted(graph: Any, found: Any, count: Any, dim: int) -> Any:
-        made = shuffled(graph, found, count, dim) if found.differs and dim else flat(graph, found, count, dim)
-        return made
-
-    assert off(attention_by_lengths) <= TOLERANCE
     with patch.object(write_joined, "_flat", lambda *args: _flipped(flat, *args)):
         assert off(attention_by_lengths) > 1e-4
 
@@ -190,26 +184,26 @@ def first_for_all(model: Any, x: Tensor, grid: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("see", [by_number, by_turn, first_for_all], ids=lambda see: see.__name__)
 def test_what_depends_on_other_samples_is_refused(see: See) -> None:
-    with pytest.raises(AutoptdError, match="number of turns|batch size|works across samples"):
+    with pytest.raises(AutoptdError, match=r"number of turns|batch size|works across samples"):
         made(see)
 
 
 def test_pictures_of_another_size_are_refused_by_the_step() -> None:
     _, parallel = made(attention_by_lengths, dp=8)
     other = batch(2) | {"grid": torch.tensor([[WIDE, HIGH]]).repeat(SAMPLES, 1)}
-    with pytest.raises(InputsError, match="is not \\[2, 3\\], which the program was made for"):
+    with pytest.raises(RuntimeFault, match=r"is not \[2, 3\], which the program was made for"):
         train_in_lockstep(parallel, [other])
 
 
 def test_other_numbers_of_rows_are_refused_by_the_step() -> None:
-    _, parallel = made(attention_by_lengths, dp=8)
-    with pytest.raises(InputsError, match="different numbers of samples|rows of dim 0"):
-        train_in_lockstep(parallel, [batch(2) | {"pixels": torch.randn(40, 12, dtype=torch.float64)}])
+    specs = made(attention_by_lengths, dp=8)[1].layout.specs
+    with pytest.raises(InputsError, match="traced with 6 rows of dim 0"):
+        by_sample(batch(2) | {"pixels": torch.randn(40, 12, dtype=torch.float64)}, specs)
 
 
 def test_examples_with_pictures_of_several_sizes_are_refused() -> None:
     inputs = batch(1, 2) | {"grid": torch.tensor([[HIGH, WIDE], [WIDE, HIGH]])}
-    with pytest.raises(UnsupportedOp, match="depends on data|from a tensor's data"):
+    with pytest.raises(UnsupportedOp, match=r"depends on data|from a tensor's data"):
         autoptd.trace(Captioner(attention_by_lengths).double(), inputs=inputs, precision="fp64")
 
 
