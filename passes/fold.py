@@ -347,15 +347,22 @@ def _names_repeat(unit: RepeatedUnit, shift: int, segments: tuple[Segment, ...],
 
 def graph_hash(traced: Traced) -> str:
     """Return the sha256 of the normalised graph (ops, arguments, shapes, wiring, parameter names) and its loss form."""
+    return "sha256:" + hashlib.sha256("\n".join(hashed_lines(traced)).encode()).hexdigest()
+
+
+def hashed_lines(traced: Traced) -> list[str]:
+    """Return the text that the hash of a normalised graph is of."""
     form = loss_form(traced.graph)
     lines = _hashed(traced, traced.graph.graph)
     if form.outer is not None:
         lines += ["outer", *_hashed(traced, form.outer)]
     if updates := buffer_updates(traced.graph).values:
         lines += ["updates", *updates, *_hashed(traced, buffer_updates(traced.graph).graph)]
+    lines += [f"input {name}: {rows}" for name, rows in sorted(traced.rows.items())]
+    lines += [f"input {name} is {row.tolist()}" for name, row in sorted(traced.known.items())]
     if set(form.combines) - {"sum"} or form.notes:
         lines += [f"counts {form.combines}", *form.notes]
-    return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return lines
 
 
 def _hashed(traced: Traced, graph: fx.Graph) -> list[str]:

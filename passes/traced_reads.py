@@ -10,8 +10,12 @@ on sizes.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,22 +25,46 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes  # private; seen in 2.13.0
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoptd.passes.data_checks import passing
+
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
-_MAKES = {  # functions that make a tensor of numbers and sizes
+MAKES = {  # functions that make a tensor of numbers and sizes
     *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros, torch.tensor),
+    torch.as_tensor,
     *(torch.tril_indices, torch.triu_indices),
 }
 _WRITES = re.compile(r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|.*[^_]_")
-_Recipe = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """The call that made a constant, in whose arguments constants are replaced by their own recipes."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    of_inputs: bool = False  # depends on the values of inputs that are known
+
+    def value(self, size: Callable[[torch.SymInt], int]) -> Any:
+        """Return what the call makes, at the sizes that `size` gives."""
+
+        def number(x: Any) -> Any:
+            if isinstance(x, Recipe):
+                return x.value(size)
+            return size(x) if isinstance(x, torch.SymInt) else x
+
+        args, kwargs = pytree.tree_map(number, (self.args, dict(self.kwargs or {})))
+        return self.func(*args, **kwargs)
 
 
 class TracedReads(TorchFunctionMode):
     """Mode in which `.data` and numbers of constants are read as in eager PyTorch."""
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: set[str]) -> None:
         super().__init__()
-        self.recipes = WeakIdKeyDictionary()  # constant -> the call that made it
+        self.left_out = left_out  # places of checks of data
+        self.recipes = WeakIdKeyDictionary()  # constant -> its Recipe
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -48,40 +76,77 @@ class TracedReads(TorchFunctionMode):
             return args[0].detach()
         if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
-        if func in _NUMBERS and args[0] in self.recipes and (read := self._computed(func, args)) is not None:
-            return read
+        if func in _NUMBERS and args[0] in self.recipes:
+            found = self.computed(Recipe(func, (self.recipes[args[0]], *args[1:])))
+            if found is not None:
+                return found
+        elif func == Tensor.__bool__ and (answer := passing(self.left_out)) is not None:
+            return answer
         made = func(*args, **kwargs)
-        self._note(made, (func, args, kwargs))
+        self.note(made, func, args, kwargs)
         return made
 
-    def _note(self, made: Any, recipe: _Recipe) -> None:
-        """Remember how a constant was made. A write to one may reach others, through views: forget them all."""
-        func, args, kwargs = recipe
+    def note(self, made: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Remember how a constant was made; forget those that share memory with one that is written to."""
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not all(x in self.recipes for x in given):
-            return
         if given and (_WRITES.fullmatch(func.__name__) or kwargs.get("inplace") or "out" in kwargs):
-            self.recipes.clear()
-        elif isinstance(made, Tensor) and made not in self.recipes and (given or func in _MAKES):
-            self.recipes[made] = recipe
+            known = all(x in self.recipes for x in given) and given[0] is args[0] and "out" not in kwargs
+            after = self.recipe(partial(_written, func), args, kwargs) if known else None
+            for x in (given[0], *pytree.tree_leaves(kwargs.get("out"))):
+                self.forget(x)
+            if after is not None:
+                self.recipes[args[0]] = after
+        elif all(x in self.recipes for x in given) and (given or func in MAKES):
+            recipe = self.recipe(func, args, kwargs)
+            parts = list(enumerate(made)) if isinstance(made, (tuple, list)) else []
+            for i, part in parts:
+                if isinstance(part, Tensor) and part not in self.recipes:
+                    self.recipes[part] = Recipe(operator.getitem, (recipe, i), of_inputs=recipe.of_inputs)
+            if isinstance(made, Tensor) and made not in self.recipes:
+                self.recipes[made] = recipe
 
-    def _computed(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Return the number that is read; None if the constant is a random draw."""
-        before = torch.get_rng_state()
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            found = func(self._value(args[0]), *args[1:])
+    def recipe(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of a call of constants."""
+
+        def known(x: Any) -> Any:
+            return self.recipes[x] if isinstance(x, Tensor) else x
+
+        args, kwargs = pytree.tree_map(known, (tuple(args), dict(kwargs)))
+        assert isinstance(args, tuple)
+        parts = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Recipe))
+        return Recipe(func, args, kwargs, any(part.of_inputs for part in parts))
+
+    def size(self, symbol: torch.SymInt) -> int:
+        """Return a size that a number depends on: that of the example inputs, which stops being a symbol."""
+        return int(symbol)
+
+    def computed(self, recipe: Recipe) -> Any:
+        """Return what a recipe makes, as real tensors and numbers; None if it draws random numbers."""
+        with eager():
+            before = torch.get_rng_state()
+            found = recipe.value(self.size)
             drawn = not torch.equal(before, torch.get_rng_state())
             torch.set_rng_state(before)
         return None if drawn else found
 
-    def _value(self, constant: Tensor) -> Tensor:
-        """Return a constant at the sizes of the example inputs, which stop being symbols."""
-        func, args, kwargs = self.recipes[constant]
-        args, kwargs = pytree.tree_map(self._known, (tuple(args), dict(kwargs)))
-        made: Tensor = func(*args, **kwargs)
-        return made
+    def forget(self, written: Tensor) -> None:
+        """Forget how a tensor was made, and all that share memory with it."""
+        if written not in self.recipes:
+            return
+        memory = written.untyped_storage()._cdata
+        for x in [x for x in self.recipes if x.untyped_storage()._cdata == memory]:
+            del self.recipes[x]
 
-    def _known(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._value(value)
-        return int(value) if isinstance(value, torch.SymInt) else value
+
+def _written(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a constant after a call that writes to it."""
+    found = x.clone()
+    func(found, *args, **kwargs)
+    return found
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Compute with real tensors within a trace."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield

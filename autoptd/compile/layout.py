@@ -13,6 +13,7 @@ from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
 from autoptd.layout.layout import InputSpec, Layout, TensorSpec
 from autoptd.layout.mesh import Mesh as RankMesh
 from autoptd.layout.placements import parse_placement
+from autoptd.layout.sample_rows import PLAIN
 from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
@@ -43,7 +44,9 @@ def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
             x = infos(node)[0]
             symbols = tuple(str(n) if isinstance(n, sympy.Expr) and n.free_symbols else "" for n in x.shape[1:])
             sizes = tuple(int(sympy.sympify(n).subs(values)) for n in x.shape[1:])
-            found[traced.inputs[node.name]] = InputSpec(x.dtype, sizes, symbols)
+            name = traced.inputs[node.name]
+            value = tuple(traced.known[name].flatten().tolist()) if name in traced.known else ()
+            found[name] = InputSpec(x.dtype, sizes, symbols, traced.rows.get(name, PLAIN), value)
     return {name: found[name] for name in traced.inputs.values()}
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, nn
 
+from autoptd.compile.notes import input_notes
 from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
 from autoptd.passes.fold import Folded, fold, graph_hash
+from autoptd.passes.loops.same_program import refuse_other_program
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
-from autoptd.passes.trace.trace import trace
+from autoptd.passes.trace.trace import SAMPLES, trace
 from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE
 from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, refuse_unsuitable, unwrap
 from autoptd.progress import Progress
@@ -117,23 +120,29 @@ def read_model(
         )
     objective, named = read_objective(loss, given, targets, nest)
     objective, model = objective.joined(model)
+    traced_by = partial(
+        trace,
+        model,
+        {**given, **named},
+        loss=objective,
+        precision=precision,
+        averaging=loss_averaging,  # type: ignore[arg-type]
+    )
     with progress.stage(f"trace {type(model).__name__}"):
-        traced = trace(
-            model,
-            {**given, **named},
-            loss=objective,
-            precision=precision,
-            averaging=loss_averaging,  # type: ignore[arg-type]
-        )
+        traced = traced_by()
     # ops are tried on small tensors on the CPU, whatever the caller's default device
     with torch.device("cpu"), progress.stage("normalise and fold the graph"):
         folded = fold(normalise(traced))
         digest = graph_hash(traced)
+        if traced.loops:
+            refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
         known = ShardingCache(folded).read()
     sizes = {s: n for s, n in traced.example.items() if s != BATCH}
     if seq is not None and SEQUENCE in sizes:
         sizes[SEQUENCE] = seq
-    return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, tuple(notes))
+    return TracedModel(
+        model, model_name(model), folded, digest, sizes, precision, known, (*notes, *input_notes(traced))
+    )
 
 
 def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:

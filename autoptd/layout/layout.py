@@ -11,6 +11,7 @@ import torch
 from autoptd.errors import PlanError, nearest
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import Placement, Split
+from autoptd.layout.sample_rows import PLAIN, SampleRows
 from autoptd.nest import Nest
 from autoptd.schedule import RUNNABLE, row_of
 
@@ -65,6 +66,8 @@ class InputSpec:
     dtype: torch.dtype
     sizes: tuple[int, ...]
     symbols: tuple[str, ...]
+    rows: SampleRows = PLAIN  # of the user's tensor, from which the program's is made
+    value: tuple[int, ...] = ()  # numbers of every sample that the program is made for; (): any
 
     @property
     def text(self) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autoptd.errors import InputsError
 from autoptd.layout.layout import InputSpec
+from autoptd.layout.sample_rows import PLAIN
 
 Microbatch = dict[str, Tensor]
 
@@ -31,6 +32,30 @@ def cut_batch(
         )
     here = {name: batch[name].to(device, non_blocking=True) for name in inputs}
     return [{name: x[i * micro : (i + 1) * micro] for name, x in here.items()} for i in range(count)]
+
+
+def by_sample(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> Mapping[str, Tensor]:
+    """Return a batch with a row of dim 0 for each sample in every tensor. Leaves what is none to `cut_batch`."""
+    if not isinstance(batch, Mapping):
+        return batch
+    found = dict(batch)
+    for name, spec in specs.items():
+        x, (dim, rows) = batch.get(name), (spec.rows.dim, spec.rows.rows)
+        if isinstance(x, Tensor) and spec.rows != PLAIN and not x.is_meta:
+            if x.ndim <= dim or x.shape[dim] % rows:
+                raise InputsError(
+                    f"{name!r} is of shape {list(x.shape)}, but was traced with {spec.rows}",
+                    where=name,
+                    fix="give every sample as many rows as in the traced inputs: pictures of their size and number",
+                )
+            found[name] = spec.rows.apart(x)
+    return found
+
+
+def share_of(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec], index: int, shares: int) -> dict[str, Tensor]:
+    """Return one of `shares` equal shares of a global batch."""
+    rows = {name: spec.rows for name, spec in specs.items()}
+    return {name: rows.get(name, PLAIN).part(x, index, shares) for name, x in batch.items()}
 
 
 def sample_count(microbatch: Microbatch) -> int:
@@ -69,6 +94,14 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
                 where=name,
                 fix="give the shape that the model was traced with: " + spec.text,
             )
+        if spec.value and bool((x.reshape(x.shape[0], -1) != x.new_tensor(spec.value)).any()):
+            raise InputsError(
+                f"a sample of {name!r} is not {_short(spec.value)}, which the program was made for: the model reads "
+                "these numbers in Python",
+                where=name,
+                fix="give pictures of the planned size, by resizing them; or plan for each size, and take "
+                "batches of one size",
+            )
         for dim, (size, planned, symbol) in enumerate(zip(x.shape[1:], spec.sizes, spec.symbols, strict=True), 1):
             _check_size(f"dim {dim} of {name!r}", size, planned, symbol)
             if symbol and met.setdefault(symbol, (size, name))[0] != size:
@@ -78,6 +111,10 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
                     where=name,
                     fix="give both the same length: pad the shorter one",
                 )
+
+
+def _short(numbers: tuple[int, ...]) -> str:
+    return str(list(numbers)) if len(numbers) <= _SHOWN else f"[{', '.join(map(str, numbers[:_SHOWN]))}, …]"
 
 
 def _check_size(where: str, size: int, planned: int, symbol: str) -> None:
@@ -106,6 +143,7 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     return (((found ^ (found >> 20)) * _MIX >> 40) & 0xFFFFF).to(torch.float64)
 
 
+_SHOWN = 8  # numbers of an input named in an error
 _MIX = 0x9E3779B97F4A7C1  # odd, from the golden ratio: spreads similar sums
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # bytes -> integer dtype
 

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from autoptd.errors import InputsError
 from autoptd.layout.layout import Layout
-from autoptd.runtime.batch import Microbatch, check_multiples, check_specs, cut_batch, digest, sample_count, stand_in
+from autoptd.runtime.batch import (
+    Microbatch,
+    by_sample,
+    check_multiples,
+    check_specs,
+    cut_batch,
+    digest,
+    sample_count,
+    stand_in,
+)
 from autoptd.runtime.comm.interfaces import Communicators, all_gather_text
 
 _TEXT = 2000  # bytes of an error that other ranks receive
@@ -43,7 +52,7 @@ class Agreement:
         """Return this rank's microbatches, or a substitute's. In a world of one rank, raises InputsError at once."""
         self._fault = None
         try:
-            batch = self._layout.nest.flat(batch)
+            batch = by_sample(self._layout.nest.flat(batch), self._layout.specs)
             found = self._cut(batch, microbatches)
         except InputsError as error:
             if self._comm.world.size == 1 or not self._layout.specs:

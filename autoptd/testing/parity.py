@@ -20,6 +20,7 @@ from autoptd.layout.layout import Layout
 from autoptd.passes.known.flex_attention import eager_flex_attention
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
+from autoptd.runtime.batch import share_of
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.optimizers.groups import ParameterGroup, choose
@@ -68,7 +69,7 @@ def train(parallel: Parallel, batches: Sequence[Batch]) -> Trained:
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         flat = parallel.layout.nest.flat(batch)
-        share = {name: x.tensor_split(parallel.dp_size)[parallel.dp_rank] for name, x in flat.items()}
+        share = share_of(flat, parallel.layout.specs, parallel.dp_rank, parallel.dp_size)
         losses.append(float(parallel.train_step(share)))
         assert parallel.grad_norm is not None
         norms.append(float(parallel.grad_norm))

@@ -79,7 +79,8 @@ def try_batches(
         for k, (domain, maker) in enumerate(zip(domains, picked, strict=True)):
             first[domain.name] = maker.make(torch.Generator().manual_seed(2 + k))
             texts.append(f"{domain.name}: {maker.text}")
-        yield [{name: x.roll(step, 0) for name, x in first.items()} for step in range(steps)], tuple(texts)
+        steps_of = [{name: x.roll(step, 0) for name, x in first.items()} for step in range(steps)]
+        yield [source.folded.traced.as_given(x) for x in steps_of], tuple(texts)
 
 
 def makers_of(domain: Domain, k: int, micro: int) -> Iterator[InputMaker]:

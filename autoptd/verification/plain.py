@@ -51,6 +51,7 @@ class PlainStep:
 
 def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
     """Return every dropout node in program order; None if the mask of one depends on how the batch is cut."""
+    batch = source.folded.traced.by_sample(batch)
     sizes = {BATCH: next(x.shape[0] for x in batch.values() if x.ndim)} | {
         symbol: batch[name].shape[dim] for symbol, (name, dim) in source.folded.traced.sizes.items() if name in batch
     }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autoptd.api import Parallel
+from autoptd.runtime.batch import share_of
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.verification.locate.recorder import Recorder, record_here
@@ -88,7 +89,7 @@ def _on_every_rank(parallel: Parallel, body: Callable[[Parallel], T], timeout_s:
 
 
 def _share(mine: Parallel, batch: Batch) -> Batch:
-    return {name: x.tensor_split(mine.dp_size)[mine.dp_rank] for name, x in batch.items()}
+    return share_of(batch, mine.layout.specs, mine.dp_rank, mine.dp_size)
 
 
 def _step(mine: Parallel, batch: Batch) -> RankStep:

@@ -77,6 +77,11 @@ class Trial:
         steps, _ = train_plain(self.subject.source, self.batches, self.optimizer, self.options, draws, rounded=True)
         return steps
 
+    @property
+    def first(self) -> Mapping[str, Tensor]:
+        """The first batch, with a row of dim 0 for each sample in every tensor."""
+        return self.subject.source.folded.traced.by_sample(self.batches[0])
+
     def parallel(self, clip: float) -> Parallel:
         """Return the object from which each rank starts."""
         s = self.subject

@@ -167,7 +167,7 @@ def first_line(trial: Trial, parallel: Parallel) -> Place | None:
     instrumented, places = recording(trial.program)
     recorders = record_ranks(replace(trial, program=instrumented).parallel(1.0), trial.batches[0])
     recorded = [recorder.recorded for recorder in recorders]
-    found = first_wrong_line(subject.source, subject.plan, parallel.layout, trial.batches[0], trial.draws, recorded)
+    found = first_wrong_line(subject.source, subject.plan, parallel.layout, trial.first, trial.draws, recorded)
     return None if found is None else describe(subject.source, found, places)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError
+from autoptd.layout.sample_rows import PLAIN, find_rows
 from autoptd.nest import Nest
 from autoptd.plans.model import Plan
 from autoptd.verification.smaller.smaller import Subject
@@ -80,7 +81,7 @@ def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
             return Outcome(case.name, case.family, "built", step=step, seconds=time.monotonic() - began)
         fill_zeros(model)
         step = "trace"
-        examples = nest.nested({n: moved(x, samples_of(batch), 0)[1] for n, x in batch.items()})
+        examples = nest.nested(moved(batch, 0, 2))
         source = autoptd.trace(model, inputs=examples, loss=getattr(case, "loss", None), precision="fp64")
         step = "plan"
         planned = _plan(source, batch, FIX)
@@ -119,8 +120,7 @@ def _plan(source: TracedModel, batch: Batch, fix: Mapping[str, int]) -> Plan:
 def _compared(source: TracedModel, planned: Plan, batch: Batch) -> dict[str, Any]:
     """Run all ranks and the plain model for two steps; the second has the samples in another order."""
     wide = {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
-    samples = samples_of(batch)
-    batches = [{n: moved(x, samples, step)[0] for n, x in wide.items()} for step in range(STEPS)]
+    batches = [moved(wide, step) for step in range(STEPS)]
     verdict = judge(trial_on(Subject(source, planned, source), batches), planned)
     if verdict.agrees:
         return {"result": "trained", "difference": verdict.difference}
@@ -135,14 +135,11 @@ def samples_of(batch: Batch) -> int:
     ]
 
 
-def moved(x: Tensor, samples: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return a tensor with its samples shifted by some, and its first two samples.
-
-    A sample may have several rows (patches of an image), or several columns of a single row.
-    """
-    dim = 0 if x.shape[0] % samples == 0 else x.ndim - 1
-    each = x.shape[dim] // samples
-    return x.roll(step * each, dim), x.narrow(dim, 0, 2 * each)
+def moved(batch: Batch, step: int, first: int | None = None) -> dict[str, Tensor]:
+    """Return the first samples of a batch, all unless `first` is given, after a shift of its samples by some."""
+    rows = find_rows(batch, samples_of(batch))
+    apart = {n: rows.get(n, PLAIN).apart(x).roll(step, 0)[:first] for n, x in batch.items()}
+    return {n: rows.get(n, PLAIN).joined(x) for n, x in apart.items()}
 
 
 def split_share(planned: Plan, model: nn.Module) -> float:

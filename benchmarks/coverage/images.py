@@ -139,7 +139,32 @@ def with_images(s: Sizes, batch: dict[str, Tensor], pixels: Mapping[str, Tensor]
         pixels = {**pixels, "image_embeds_position_mask": at.long().repeat(SAMPLES, 1)}
     if token is None or "input_ids" not in batch:
         return {**batch, **pixels}
-    return _placed(batch, token, features_of(s, batch, pixels, token, takes), takes, s) | dict(pixels)
+    made = _placed(batch, token, features_of(s, batch, pixels, token, takes), takes, s) | dict(pixels)
+    return made | positions(s.model, made) if "position_ids" in takes else made
+
+
+def positions(model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return positions of tokens that the model computes from where pictures are, as a data loader gives them."""
+    found: list[Tensor] = []
+    owners = [m for m in model.modules() if hasattr(m, "get_rope_index")]
+
+    def recorded(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = compute(*args, **kwargs)
+            found.append(made[0] if isinstance(made, tuple) else made)
+            return made
+
+        return call
+
+    for owner in owners:
+        owner.get_rope_index = recorded(owner.get_rope_index)
+    try:
+        with torch.no_grad():
+            model(**batch) if owners else None
+    finally:
+        for owner in owners:
+            del owner.get_rope_index
+    return {"position_ids": found[0]} if found else {}
 
 
 def features_of(s: Sizes, batch: dict[str, Tensor], pixels: Mapping[str, Tensor], token: int, takes: Any) -> int:

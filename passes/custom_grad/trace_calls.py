@@ -129,6 +129,9 @@ class OwnCalls:
         return next((f for f in self._functions if _identity(f) == which), function)
 
 
+_MOD_INDEX = "torch._dynamo._trace_wrapped_higher_order_op.mod_index"  # private; seen in 2.13.0
+
+
 @contextmanager
 def record_own_calls(calls: OwnCalls) -> Iterator[None]:
     """Record in `calls`, while models are traced, the calls of functions with a user-defined backward pass."""
@@ -171,6 +174,7 @@ def record_own_calls(calls: OwnCalls) -> Iterator[None]:
         patch.object(function, "custom_function_call", transformed),
         patch.object(torch.autograd, "_engine_run_backward", engine),
         patch.object(saved_tensors_hooks, "__enter__", enter),
+        patch(_MOD_INDEX, torch.ops.aten.index),  # torch's own, for masks written by vmap; its gradient is the same
         _scoped_library("autoptd_own", "FRAGMENT") as library,
         _methods(calls),
     ):

@@ -17,6 +17,8 @@ from autoptd.passes.batch.batch_independence import refuse_mixed_samples
 from autoptd.passes.custom_grad.calls import write_own_calls
 from autoptd.passes.custom_grad.proof import prove_own
 from autoptd.passes.graph import source_line
+from autoptd.passes.loops.same_program import drop_unread_constants
+from autoptd.passes.loops.write_joined import write_joined_pieces
 from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_over_batch
 from autoptd.passes.losses.batch_statistics import sum_statistics_over_batch
 from autoptd.passes.losses.buffer_updates import refuse_reads_of_updates, rewrite_updates, separate_sums
@@ -52,6 +54,7 @@ from autoptd.passes.normalise.sizes import fold_sizes
 from autoptd.passes.random.draws import forget_likes, write_random_as_draws
 from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
+from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
 from autoptd.passes.rewrites.masked_rows import follow_masked_rows, mark_masked_rows, name_masked_sizes
 from autoptd.passes.rewrites.part_projections import cut_projections
@@ -128,6 +131,7 @@ PREPARE: list[Pass] = [
     drop_identities,
     write_parts_of_expanded,
     write_views_as_reshape,
+    write_joined_pieces,
     write_equal_splits_as_chunk,
     write_slices_of_samples_as_chunk,
     write_addmm_as_linear,
@@ -142,6 +146,7 @@ PREPARE: list[Pass] = [
     refuse_mixed_types,
     name_causal_masks,
     prove_own,
+    write_ctc_labels_by_sample,
     follow_masked_rows,
     check_loss,
     refuse_sparse,
@@ -163,4 +168,5 @@ FINISH: list[Pass] = [
     separate_sums,
     forget_likes,
     refuse_random,
+    drop_unread_constants,
 ]

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
+from autoptd.layout.sample_rows import SampleRows, count_samples, find_rows
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
@@ -27,6 +28,7 @@ from autoptd.passes.known.numpy_functions import NUMPY
 from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import replaced_functions
 from autoptd.passes.known.scans import SCANS
+from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
@@ -48,7 +50,7 @@ from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
-from autoptd.passes.trace.trace_errors import PADDED, explain, not_copied, placed
+from autoptd.passes.trace.trace_errors import PADDED, explain, may_loop, not_copied, placed
 from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
 
 
@@ -60,24 +62,55 @@ def trace(
     precision: str = "fp32",
     repeats: bool = True,
     averaging: Averaging = "global",
+    samples: int = 0,
 ) -> Traced:
     """Trace `model(**inputs)` to its scalar loss.
 
     `inputs` are example keyword tensors whose dim 0 counts samples, including the targets of an objective; only shapes
     and dtypes are read. `model` is the one that `Objective.joined` returned. With `repeats`, equal modules are traced
-    once and copied for every call, which gives the same graph in less time.
+    once and copied for every call, which gives the same graph in less time. `samples`: trace with so many samples, and
+    record loops over them (`loops/sample_loops.py`); else done only if the model cannot be traced without.
     Raises InputsError (unsuitable inputs), UnsupportedOp (a size depends on data), TraceError (anything else).
     """
+    if not samples:
+        try:
+            return _traced(model, inputs, loss, precision, repeats, averaging, 0)
+        except TraceError as error:
+            if not may_loop(error):
+                raise
+            first = error
+        try:
+            return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0])
+        except TraceError as error:
+            raise (error if error.where != first.where else first) from None
+    return _traced(model, inputs, loss, precision, False, averaging, samples)
+
+
+def _traced(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    loss: Callable[..., Tensor] | Objective | None,
+    precision: str,
+    repeats: bool,
+    averaging: Averaging,
+    samples: int,
+) -> Traced:
     _check_inputs(inputs)
     _check_modules(model)
     refuse_unseen_hooks(model)
     names = canonical_names(model)
-    batch = _batch_size(inputs)
+    batch = count_samples(inputs)
+    rows = find_rows(inputs, batch)
+    apart = {n: rows[n].apart(x) if n in rows else x for n, x in inputs.items()}
     # at least 2 samples: torch.export bakes in sizes of 1
-    shapes = {n: ((max(2, batch), *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in inputs.items()}
+    count = samples or max(2, batch)
+    shapes = {n: ((count, *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in apart.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     objective, _ = read_objective(loss, inputs)
-    exporter, own = _Exporter(model, specs, objective, precision, picture_dims(specs)), OwnCalls()
+    counted = [n for n, x in apart.items() if _counts_samples(x, batch) and n not in objective.targets]
+    known = KnownInputs(samples, equal_rows(apart, counted)) if samples else None
+    fixed = picture_dims(specs) | {(name, 1) for name, row in rows.items() if row.rows > 1}
+    exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known), OwnCalls()
     with record_own_calls(own):
         exporter, program = exporter.with_casts(repeats=repeats)
         if bound := bound_dims(program, specs):
@@ -88,9 +121,11 @@ def trace(
         else:
             program = exporter.functional(program, repeats=repeats)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    traced = collect(program, list(inputs), names, frozen, batch, objective)
+    traced = collect(program, list(inputs), names, frozen, count, objective)
     _refuse_shared_updates(model, traced)
-    traced.averaging = averaging
+    traced.averaging, traced.rows, traced.left_out = averaging, rows, tuple(sorted(exporter.left_out))
+    if known is not None:
+        traced.loops, traced.known = True, {name: known.rows[name] for name in sorted(known.used)}
     traced.own = own
     values = dict(model.named_buffers(remove_duplicate=False))
     traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
@@ -117,6 +152,8 @@ def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
             )
 
 
+SAMPLES = 5, 7  # of the two traces with loops over samples; primes that few other sizes are multiples of
+
 Specs = Mapping[str, tuple[Any, torch.dtype]]  # example input -> its shape and dtype
 
 
@@ -128,9 +165,12 @@ class _Exporter:
     specs: Specs
     objective: Objective
     precision: str
+    rows: Mapping[str, SampleRows]
     fixed: frozenset[InputDim] = frozenset()  # static input dims
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
     skips: Skips = field(default_factory=Skips)
+    known: KnownInputs | None = None  # set if loops over samples are recorded
+    left_out: set[str] = field(default_factory=set)  # places of checks of data
 
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
@@ -217,7 +257,15 @@ class _Exporter:
         except Exception as error:
             raise not_copied(error) from error
         names = {id(p): name for name, p in self.model.named_parameters()}
-        root = Loss(model, self.objective.in_precision(PRECISIONS[self.precision]), names, self.casts)
+        root = Loss(
+            model,
+            self.objective.in_precision(PRECISIONS[self.precision]),
+            names,
+            self.casts,
+            self.rows,
+            self.known,
+            self.left_out,
+        )
         with mode:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)
@@ -319,10 +367,6 @@ def _check_modules(model: nn.Module) -> None:
                 where=name,
                 fix="pass the original module instead of the result of torch.jit",
             )
-
-
-def _batch_size(inputs: Mapping[str, Tensor]) -> int:
-    return next(x.shape[0] for x in inputs.values() if x.ndim)
 
 
 def _counts_samples(x: Tensor, batch: int) -> bool:

@@ -80,6 +80,11 @@ def _ragged(error: BaseException) -> str:
     return ""
 
 
+def may_loop(error: TraceError) -> bool:
+    """Return whether a model may be traced if loops over samples are recorded, and inputs of equal rows are known."""
+    return bool(re.search(r"depends on data|from a tensor's data|bakes the batch size|cannot be traced", error.what))
+
+
 def _what_depends(text: str) -> str:
     """Return what depends on data, judged by the first line of torch's report."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -9,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from autoptd.layout.sample_rows import PLAIN, SampleRows
 from autoptd.passes.custom_grad.trace_calls import OwnCalls
 from autoptd.passes.trace.loss import Objective
 
@@ -52,6 +54,18 @@ class Traced:
     averaging: Averaging = "global"  # the user's option
     objective: Objective = field(default_factory=Objective)
     own: OwnCalls = field(default_factory=OwnCalls)  # calls with a user-defined backward pass
+    rows: dict[str, SampleRows] = field(default_factory=dict)  # input -> its samples, if they are not rows of dim 0
+    known: dict[str, Tensor] = field(default_factory=dict)  # input -> its row in every sample, if the graph is for that
+    left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
+    loops: bool = False  # loops over samples were written as one pass
+
+    def by_sample(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch with a row of dim 0 for each sample in every tensor."""
+        return {name: self.rows.get(name, PLAIN).apart(x) for name, x in batch.items()}
+
+    def as_given(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch as the user's model takes it, of one with a row of dim 0 for each sample."""
+        return {name: self.rows.get(name, PLAIN).joined(x) for name, x in batch.items()}
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

@@ -47,7 +47,7 @@ class Output:
 
 def first_graph_mismatch(trial: Trial, layout: Layout) -> Place | None:
     """Return (where, what) of the first difference in step 1; None if graph and model agree."""
-    source, batch, expected = trial.subject.source, trial.batches[0], trial.expected[0]
+    source, batch, expected = trial.subject.source, trial.first, trial.expected[0]
     drawn = drawn_nodes(source, trial.draws)
     totals = batch_totals(source, batch, drawn)
     whole = run_whole(source, batch, totals, drawn, 0)

@@ -1,0 +1,36 @@
+"""Inputs with several rows for each sample, or with samples in another dim, taken apart and joined again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoptd.layout.sample_rows import PLAIN, SampleRows, count_samples, find_rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((4, 7), torch.int64, None),
+        ((12, 7), torch.float64, SampleRows(0, 3)),
+        ((3, 4, 7), torch.int64, SampleRows(1)),
+        ((8, 4, 7), torch.int64, SampleRows(1)),  # an equal dim before a multiple
+        ((8, 4, 7), torch.float64, SampleRows(0, 2)),  # pixels: dim 0 first
+        ((1, 3, 8, 40), torch.float64, SampleRows(3, 10)),
+        ((5,), torch.float64, None),
+    ],
+    ids=str,
+)
+def test_where_samples_are_found(shape: tuple[int, ...], dtype: torch.dtype, expected: SampleRows | None) -> None:
+    assert find_rows({"x": torch.zeros(shape, dtype=dtype)}, 4).get("x") == expected
+
+
+@pytest.mark.parametrize("rows", [PLAIN, SampleRows(0, 3), SampleRows(1), SampleRows(1, 2)], ids=str)
+def test_taken_apart_and_joined_again(rows: SampleRows) -> None:
+    x = torch.arange(12 * 8 * 2).reshape(12, 8, 2)
+    assert torch.equal(rows.joined(rows.apart(x)), x)
+    assert torch.equal(torch.cat([rows.part(x, i, 2) for i in range(2)], rows.dim), x)
+
+
+def test_most_inputs_say_how_many_samples_there_are() -> None:
+    assert count_samples({"pixels": torch.zeros(12, 3), "ids": torch.zeros(4, 7), "labels": torch.zeros(4, 7)}) == 4
