@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.layout.sample_rows import PLAIN, SampleRows
+from autoptd.passes.data_checks import without_data_checks
 from autoptd.passes.loops.block_attention import attend_apart, block_of
 from autoptd.passes.loops.blocks import blocks_of, literal
 from autoptd.passes.loops.join import JOIN
@@ -65,6 +66,26 @@ def equal_rows(inputs: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, 
             if bool((x.cpu() == row).all()):
                 found[name] = row
     return found
+
+
+@contextmanager
+def reading(
+    known: KnownInputs | None,
+    rows: Mapping[str, SampleRows],
+    left_out: set[str],
+    apart: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+) -> Iterator[None]:
+    """Wrap a traced pass over inputs `given`, `apart` with their samples in dim 0. known: set if loops over samples are
+    recorded. left_out: gets the places of checks of data."""
+    with without_data_checks(left_out):
+        if known is None:
+            with TracedReads(left_out):
+                yield
+        else:
+            loops = SampleLoops(known, apart, given, rows, left_out)
+            with loops, counted_by_hint(loops):
+                yield
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from keyword import iskeyword
@@ -32,10 +32,7 @@ from torch import Tensor, nn
 from autoptd.errors import InputsError, nearest
 from autoptd.layout.sample_rows import SampleRows
 from autoptd.nest import Nest, tensors_of
-from autoptd.passes.data_checks import without_data_checks
-from autoptd.passes.loops.sample_loops import KnownInputs, SampleLoops, counted_by_hint
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
-from autoptd.passes.traced_reads import TracedReads
 
 TARGET = "targets"  # the name of a single target in a batch
 
@@ -142,9 +139,8 @@ class Objective:
 class Loss(nn.Module):
     """Wrapper of a model that returns only the loss: logits, caches and output classes are dropped before planning.
 
-    `original`: names of the user's parameters, which the model has copies of, by id. `casts`: inputs to cast before
-    `forward`, with the dtype. `rows`: inputs given with their samples in dim 0, which `forward` takes elsewhere.
-    `known`: set if loops over samples are recorded. `left_out`: gets the places of checks of data.
+    `original`: names of the user's parameters, which the model has copies of, by id. `casts`: dtypes of inputs that are
+    cast first. `rows`: inputs whose samples are not in dim 0 for `forward`. `reads`: context of a pass, by both forms.
     """
 
     def __init__(
@@ -154,28 +150,21 @@ class Loss(nn.Module):
         original: Mapping[int, str],
         casts: Mapping[str, torch.dtype],
         rows: Mapping[str, SampleRows],
-        known: KnownInputs | None = None,
-        left_out: set[str] | None = None,
+        reads: Callable[..., AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
-        self.original, self.casts, self.rows, self.known = original, casts, rows, known
-        self.left_out = set[str]() if left_out is None else left_out
+        self.original, self.casts, self.rows, self.reads = original, casts, rows, reads
         if objective.child is None and isinstance(objective.loss, nn.Module):
             self.loss = objective.loss  # registers its constants as `loss.…`
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        apart, rows = inputs, self.rows
-        inputs = {name: rows[name].joined(x) if name in rows else x for name, x in apart.items()}
-        reads = (
-            SampleLoops(self.known, apart, inputs, rows, self.left_out) if self.known else TracedReads(self.left_out)
-        )
-        counts = counted_by_hint(reads) if isinstance(reads, SampleLoops) else nullcontext()
-        with RefuseUnregistered(self.model, self.original), reads, counts, without_data_checks(self.left_out):
-            cast = {name: x.to(self.casts[name]) if name in self.casts else x for name, x in inputs.items()}
+        given = {name: self.rows[name].joined(x) if name in self.rows else x for name, x in inputs.items()}
+        with RefuseUnregistered(self.model, self.original), self.reads(inputs, given):
+            cast = {name: x.to(self.casts[name]) if name in self.casts else x for name, x in given.items()}
             loss = self.objective.callable_of(self.model)
-            return self.objective.of_outputs(self.model(**self.objective.inputs_of(cast)), inputs, loss)
+            return self.objective.of_outputs(self.model(**self.objective.inputs_of(cast)), given, loss)
 
 
 def read_objective(

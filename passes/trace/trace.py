@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from autoptd.passes.known.numpy_functions import NUMPY
 from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import replaced_functions
 from autoptd.passes.known.scans import SCANS
-from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows
+from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
@@ -257,15 +258,9 @@ class _Exporter:
         except Exception as error:
             raise not_copied(error) from error
         names = {id(p): name for name, p in self.model.named_parameters()}
-        root = Loss(
-            model,
-            self.objective.in_precision(PRECISIONS[self.precision]),
-            names,
-            self.casts,
-            self.rows,
-            self.known,
-            self.left_out,
-        )
+        reads = partial(reading, self.known, self.rows, self.left_out)
+        objective = self.objective.in_precision(PRECISIONS[self.precision])
+        root = Loss(model, objective, names, self.casts, self.rows, reads)
         with mode:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)
