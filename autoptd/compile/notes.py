@@ -16,7 +16,7 @@ from autoptd.passes.graph import infos
 from autoptd.passes.rules.lookup import discovery
 from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.passes.sharding.sharding import ops_of, parameter_splits
-from autoptd.passes.trace.traced import SEQUENCE, Traced
+from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Answer
@@ -25,8 +25,6 @@ from autoptd.text import fold_names
 
 if TYPE_CHECKING:
     from autoptd.compile.traced import TracedModel
-
-_SHOWN = 8  # numbers of an input that a note names
 
 
 def device_of(staged: Staged, cluster: Cluster, stage: int) -> str:
@@ -59,17 +57,6 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
         f"{answer.considered} configurations considered, {answer.visited} partitioned into stages; "
         f"by this cost model none is faster by more than {answer.gap:.1%}"
     )
-    return notes
-
-
-def input_notes(traced: Traced) -> list[str]:
-    """Return notes on inputs whose values or rows are fixed by the trace, and on checks of data that it leaves out."""
-    notes = [f"{name} has {rows}" for name, rows in sorted(traced.rows.items())]
-    for name, row in sorted(traced.known.items()):
-        numbers = str(row.tolist()) if row.numel() <= _SHOWN else f"{row.flatten()[:_SHOWN].tolist()} …"
-        notes.append(f"{name} must be {numbers} in every sample: the model reads these numbers in Python")
-    if traced.left_out:
-        notes.append(f"checks of data in forward are left out: {', '.join(traced.left_out)}")
     return notes
 
 

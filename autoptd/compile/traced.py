@@ -11,7 +11,6 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from autoptd.compile.notes import input_notes
 from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
@@ -140,9 +139,7 @@ def read_model(
     sizes = {s: n for s, n in traced.example.items() if s != BATCH}
     if seq is not None and SEQUENCE in sizes:
         sizes[SEQUENCE] = seq
-    return TracedModel(
-        model, model_name(model), folded, digest, sizes, precision, known, (*notes, *input_notes(traced))
-    )
+    return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, (*notes, *traced.notes))
 
 
 def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:

@@ -20,7 +20,7 @@ from autoptd.passes.traced_reads import eager
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SampleBlocks:
     """The blocks of all samples, one after another in `dim`."""
 
     first: Tensor
@@ -49,17 +49,17 @@ def literal(value: Tensor) -> Tensor:
     return torch.tensor(data, dtype=value.dtype).reshape(value.shape)
 
 
-def blocks_of(blocks: Sequence[Tensor], dim: int) -> Blocks | None:
+def blocks_of(blocks: Sequence[Tensor], dim: int) -> SampleBlocks | None:
     """Return the rule of some blocks; None if the difference of neighbours is not the same for all."""
     first = blocks[0]
     if any(x.shape != first.shape or x.dtype != first.dtype for x in blocks):
         return None
     if all(torch.equal(x, first) for x in blocks):
-        return Blocks(first, torch.zeros((), dtype=first.dtype), dim)
+        return SampleBlocks(first, torch.zeros((), dtype=first.dtype), dim)
     if first.is_floating_point() or first.is_complex() or first.dtype == torch.bool:
         return None
     step = blocks[1] - first
     if not all(torch.equal(x, first + i * step) for i, x in enumerate(blocks)):
         return None
     even = bool((step == step.flatten()[0]).all())
-    return Blocks(first, step.flatten()[0] if even else step, dim)
+    return SampleBlocks(first, step.flatten()[0] if even else step, dim)

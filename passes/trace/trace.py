@@ -83,7 +83,8 @@ def trace(
         try:
             return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0])
         except TraceError as error:
-            raise (error if error.where != first.where else first) from None
+            further = isinstance(error, UnsupportedOp) and error.where != first.where
+            raise (error if further else first) from None
     return _traced(model, inputs, loss, precision, False, averaging, samples)
 
 

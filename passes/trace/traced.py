@@ -30,6 +30,8 @@ BATCH = sympy.Symbol("b", integer=True, positive=True)
 SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
 LOCAL = sympy.Symbol("s_local", integer=True, positive=True)  # tokens of one cp rank
 
+_SHOWN = 8  # numbers of an input that a note names
+
 
 @dataclass
 class Traced:
@@ -58,6 +60,17 @@ class Traced:
     known: dict[str, Tensor] = field(default_factory=dict)  # input -> its row in every sample, if the graph is for that
     left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
     loops: bool = False  # loops over samples were written as one pass
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes on inputs whose values or rows are fixed by the trace, and on checks of data that it leaves out."""
+        notes = [f"{name} has {rows}" for name, rows in sorted(self.rows.items())]
+        for name, row in sorted(self.known.items()):
+            numbers = str(row.tolist()) if row.numel() <= _SHOWN else f"{row.flatten()[:_SHOWN].tolist()} …"
+            notes.append(f"{name} must be {numbers} in every sample: the model reads these numbers in Python")
+        if self.left_out:
+            notes.append(f"checks of data in forward are left out: {', '.join(self.left_out)}")
+        return notes
 
     def by_sample(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch with a row of dim 0 for each sample in every tensor."""

@@ -15,7 +15,7 @@ import autoptd
 from autoptd.errors import AutoptdError, InputsError, RuntimeFault, UnsupportedOp
 from autoptd.parallel import Parallel
 from autoptd.passes.loops import sample_loops, write_joined
-from autoptd.passes.loops.blocks import Blocks
+from autoptd.passes.loops.blocks import SampleBlocks
 from autoptd.runtime.batch import by_sample
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from tests.parity.parity_check import TOLERANCE
@@ -145,8 +145,8 @@ def test_as_on_one_process(see: See) -> None:
 def test_planted_rows_of_another_picture_are_refused() -> None:
     """Every picture would read the rows of the first one."""
 
-    def first_again(blocks: Any, dim: int) -> Blocks:
-        return Blocks(blocks[0], torch.zeros_like(blocks[0].flatten()[0]), dim)
+    def first_again(blocks: Any, dim: int) -> SampleBlocks:
+        return SampleBlocks(blocks[0], torch.zeros_like(blocks[0].flatten()[0]), dim)
 
     with (
         patch.object(sample_loops, "blocks_of", first_again),

@@ -234,14 +234,14 @@ def test_a_baked_batch_size_is_refused() -> None:
 
 class Counted(Baked):
     def forward(self, x: Tensor) -> Tensor:
-        steps = torch.tensor([0.0] * x.shape[0])
+        steps = torch.tensor([0.5 * i for i in range(x.shape[0])])
         return (self.linear(x) + steps[:, None]).mean()
 
 
 def test_the_line_that_makes_a_number_of_the_batch_size_is_named() -> None:
     with pytest.raises(TraceError) as raised:
         trace(Counted(), {"x": torch.ones(6, WIDTH)})
-    assert "steps = torch.tensor([0.0] * x.shape[0])" in raised.value.where
+    assert "steps = torch.tensor([0.5 * i for i in range(x.shape[0])])" in raised.value.where
 
 
 class Broken(nn.Module):
