@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import source_line
@@ -14,7 +15,11 @@ aten = torch.ops.aten
 
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Replace no-grad and disabled-autocast regions by their bodies; inputs of a no-grad region are detached."""
+    """Replace no-grad and disabled-autocast regions by their bodies; inputs of a no-grad region are detached.
+
+    An op that returns its operand, such as a cast to the type that it has, returns it with its gradient, within such a
+    region too. torch.export lets later readers of the operand read that op's result.
+    """
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "wrap_with_set_grad_enabled":
@@ -35,17 +40,36 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
             )
 
 
+def returns_operand(node: fx.Node) -> bool:
+    """Return whether an op returns its first operand itself, which it does if nothing is to be changed."""
+    if node.target not in _RETURNING:
+        return False
+    source: Any = node.args[0]
+    before, after, rest = source.meta.get("val"), node.meta.get("val"), (*node.args[1:], *node.kwargs.values())
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or True in rest:  # a copy
+        return False
+    alike = before.dtype == after.dtype and before.device == after.device and before.shape == after.shape
+    return alike and (node.target is not aten.contiguous.default or before.is_contiguous())
+
+
+_RETURNING = (
+    *(aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout),
+    *(aten.type_as.default, aten.contiguous.default),
+)
+
+
 def _inline(graph: fx.Graph, root: fx.GraphModule, node: fx.Node, body: object, args: list, *, detached: bool) -> None:
     assert isinstance(body, fx.Node)
     sub = getattr(root, str(body.target)).graph
     inputs = iter(args)
     copied: dict[fx.Node, fx.Node] = {}
+    unchanged: dict[fx.Node, fx.Node] = {}  # inputs, and what is returned as it is
     begins: dict[str, object] = next((n.meta for n in sub.nodes if n.op == "call_function"), {})
     with graph.inserting_before(node):
         for inner in sub.nodes:
             if inner.op == "placeholder":
                 given = next(inputs)
-                copied[inner] = given
+                copied[inner] = unchanged[inner] = given
                 if detached and isinstance(given, fx.Node) and isinstance(given.meta.get("val"), torch.Tensor):
                     copied[inner] = graph.call_function(aten.detach.default, (given,))
                     copied[inner].meta.update(given.meta)
@@ -54,6 +78,9 @@ def _inline(graph: fx.Graph, root: fx.GraphModule, node: fx.Node, body: object, 
                 results = inner.args[0]
             else:
                 copied[inner] = graph.node_copy(inner, lambda n: copied[n])
+                if inner.args and inner.args[0] in unchanged and returns_operand(inner):
+                    unchanged[inner] = unchanged[inner.args[0]]  # type: ignore[index]
+    copied |= unchanged
     for user in list(node.users):
         assert user.target is operator.getitem
         user.replace_all_uses_with(copied[results[user.args[1]]])

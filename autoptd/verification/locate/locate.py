@@ -177,9 +177,10 @@ def _relative_difference(parts: Sequence[Tensor], placement: Placement, whole: T
             held = list(parts)
     if any(x.shape != whole.shape for x in held):
         return float("inf")
-    scale = whole.detach().norm().item() or 1.0
-    found = max((x.detach() - whole.detach()).norm().item() for x in held) / scale
-    return found if found == found else float("inf")
+    if any(not torch.equal(x.isfinite(), whole.isfinite()) for x in held):
+        return float("inf")
+    wanted, *got = (x.detach().nan_to_num(0.0, 0.0, 0.0) for x in (whole, *held))  # masks hold -inf
+    return max((x - wanted).norm().item() for x in got) / (wanted.norm().item() or 1.0)
 
 
 def describe(source: TracedModel, found: Found, places: Mapping[Line, str]) -> tuple[str, str]:

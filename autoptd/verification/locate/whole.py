@@ -14,7 +14,7 @@ from autoptd.compile.traced import TracedModel
 from autoptd.layout.layout import Layout
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey
-from autoptd.passes.graph import ancestors, concrete, info, output_of, substitute
+from autoptd.passes.graph import ancestors, concrete, info, op_name, output_of, substitute
 from autoptd.passes.losses.loss_form import COUNT, partial_slices, row_slices
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.batch import cut_batch, sample_count
@@ -190,7 +190,8 @@ def _op(node: fx.Node, args: Any, kwargs: dict[str, Any], draws: Any, rng: Dropo
         causal = bool(args[5]) if len(args) > 5 else False
         given = dict(zip(("q", "k", "v", "mask", "dropout_p"), args, strict=False))
         return ops.attention(**given, is_causal=causal, key=draw.key, rng=rng, samples=draw.samples, **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    made = node.target(*args, **kwargs)  # type: ignore[operator]
+    return torch.zeros_like(made) if "empty" in op_name(node) else made  # as in instrumented programs
 
 
 def _given(

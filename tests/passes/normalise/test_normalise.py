@@ -53,6 +53,15 @@ def no_grad(self: nn.Module, h: Tensor) -> Tensor:
     return self.second(h / scale)
 
 
+def same_within_no_grad(self: nn.Module, h: Tensor) -> Tensor:
+    """What ops return unchanged has its gradient, whoever reads it later."""
+    with torch.no_grad():
+        scale = h.to(h.dtype).square() + h.contiguous().type_as(h)
+        same = h.to(torch.float64)
+        copy = h.to(torch.float64, copy=True)
+    return h * scale + self.second(same) + self.second(copy)
+
+
 def no_grad_with_grad_inside(self: nn.Module, h: Tensor) -> Tensor:
     with torch.no_grad():
         a = h.exp()
@@ -189,6 +198,7 @@ class Case:
 CASES = [
     Case(no_grad, "wrap_with_set_grad_enabled", "detach sqrt"),
     Case(no_grad_with_grad_inside, "wrap_with_set_grad_enabled"),
+    Case(same_within_no_grad, "wrap_with_set_grad_enabled"),
     Case(autocast_off, "wrap_with_autocast to _to_copy"),
     Case(relu_, "relu_", "relu"),
     Case(add_, "add_ mul_", "add mul"),
