@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import nn
 
 
@@ -29,3 +30,19 @@ def replaced_functions(model: nn.Module, functions: Mapping[str, Callable[..., A
 
 def _same_parameters(given: Any, made: Callable[..., Any]) -> bool:
     return inspect.isfunction(given) and [*inspect.signature(given).parameters] == [*inspect.signature(made).parameters]
+
+
+@contextmanager
+def casts_that_change_nothing() -> Iterator[None]:
+    """Let forward call `.to()` of a module that has that type and device already; torch.export cannot trace it."""
+    to = nn.Module.to
+
+    def checked(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        held = [x for x in (*self.parameters(), *self.buffers()) if x.is_floating_point()]
+        if device is None and all(x.dtype == dtype for x in held):
+            return self
+        return to(self, *args, **kwargs)
+
+    with patch.object(nn.Module, "to", checked):
+        yield

@@ -27,7 +27,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from autoptd.errors import UnsupportedOp
 from autoptd.ops import library as ops
-from autoptd.passes.graph import info, infos, output_of, source_line
+from autoptd.passes.graph import info, infos, output_of, source_line, substitute
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def select_layers(trace: Callable[[frozenset[int]], ExportedProgram], rates: Map
     for part in (every[::2], every[1::2]):
         if part:
             found |= _Alignment(full, trace(frozenset(part)), frozenset(part)).replaced()
-    _write(full.graph, found, rates)
+    _write(full, found, rates)
     return full
 
 
@@ -68,20 +68,26 @@ def skipping_masks(graph: fx.Graph, *, of_gradients: bool) -> dict[fx.Node, froz
 
     of_gradients: follow only what a gradient comes back through.
     """
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    found: dict[fx.Node, frozenset[fx.Node] | None] = {}  # None: read by nothing
     for node in reversed(graph.nodes):
-        masks = set[fx.Node]()
+        given = list[frozenset[fx.Node]]()
         for user in node.users:
-            if of_gradients and user.op != "output" and not any(t.requires_grad for t in infos(user)):
+            if of_gradients and not _carries_gradient(user, node):
                 continue
             mask = _mask_of(user)
-            of_user = frozenset({mask}) if mask and node not in user.args[:2] else found.get(user, frozenset())
-            if not of_user:
-                masks.clear()
-                break
-            masks |= of_user
-        found[node] = frozenset(masks)
-    return found
+            selected = frozenset({mask}) if mask and node not in user.args[:2] else found[user]
+            given += [] if selected is None else [selected]
+        found[node] = (frozenset().union(*given) if all(given) else frozenset()) if given else None
+        if node.op == "output":
+            found[node] = frozenset()
+    return {node: masks or frozenset() for node, masks in found.items()}
+
+
+def _carries_gradient(user: fx.Node, node: fx.Node) -> bool:
+    """Return whether a gradient comes back to a node from one that reads it; none comes from results but the loss."""
+    if user.op == "output":
+        return user.args[0] is node or (isinstance(user.args[0], (tuple, list)) and node in user.args[0])
+    return any(t.requires_grad for t in infos(user))
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
@@ -99,35 +105,71 @@ def _draws(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.target is aten.rand.default and not n.args[0]]
 
 
-def _write(graph: fx.Graph, found: Mapping[fx.Node, tuple[int, fx.Node]], rates: Mapping[int, float]) -> None:
+def _write(program: ExportedProgram, found: Mapping[fx.Node, tuple[int, fx.Node]], rates: Mapping[int, float]) -> None:
+    graph = program.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    draws, now, skipped = _draws(graph), dict[fx.Node, fx.Node](), dict[int, fx.Node]()
+    draws, now, masks = _draws(graph), dict[fx.Node, fx.Node](), dict[int, _Mask]()
+    results, samples = output_of(graph), _samples(program)
     for value in sorted(found, key=order.__getitem__):
         branch, other = found[value]
-        if branch not in skipped:
-            with graph.inserting_after(draws[branch]):
-                skipped[branch] = _skipped(graph, draws[branch], rates[branch])
+        if branch not in masks:
+            masks[branch] = _Mask.inserted(graph, draws[branch], rates[branch])
         last = max((n for n, (b, _) in found.items() if b == branch), key=order.__getitem__)
-        outside = [user for user in value.users if order.get(user, -1) > order[last] or user.op == "output"]
+        outside = [u for u in value.users if order.get(u, -1) > order[last] and u.op != "output"]
+        other = now.get(other, other)
         with graph.inserting_after(now.get(last, last)):
-            made = graph.call_function(aten.where.self, (skipped[branch], now.get(other, other), value))
+            made = graph.call_function(aten.where.self, (masks[branch].zero, other, value))
         made.meta = dict(value.meta)
         now[value] = made
         for user in outside:
             user.replace_input_with(value, made)
+        if value in results.kwargs.values():
+            with graph.inserting_before(results):
+                kept = graph.call_function(aten.where.self, (masks[branch].of_batch(graph, samples), other, value))
+            kept.meta = dict(value.meta)
+            results.kwargs = {name: kept if x is value else x for name, x in results.kwargs.items()}
+        results.args = substitute(results.args, lambda n, old=value, new=made: new if n is old else n)
 
 
-def _skipped(graph: fx.Graph, draw: fx.Node, rate: float) -> fx.Node:
-    """Insert the mask of a layer as dropout, which an `eval_step` does not drop, and whether it is 0."""
-    value = draw.meta["val"]
-    mask = graph.call_function(ops.dropout_mask, ([], rate, value.dtype))
-    with graph.inserting_after(mask):
-        zero = graph.call_function(aten.eq.Scalar, (mask, 0))
-    with value.fake_mode:
-        made = torch.empty((), dtype=value.dtype), torch.empty((), dtype=torch.bool)
-    for node, val in zip((mask, zero), made, strict=True):
-        node.meta = {k: v for k, v in draw.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"val": val}
-    return zero
+def _samples(program: ExportedProgram) -> fx.Node:
+    """Return an input that has a dim of samples."""
+    inputs = [n for s, n in _arguments(program) if s.kind is InputKind.USER_INPUT]
+    return next(n for n in inputs if n.meta["val"].ndim and not isinstance(n.meta["val"].shape[0], int))
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """The mask of a layer, drawn as dropout, which an `eval_step` does not drop, and whether it is 0."""
+
+    mask: fx.Node
+    zero: fx.Node
+
+    @classmethod
+    def inserted(cls, graph: fx.Graph, draw: fx.Node, rate: float) -> _Mask:
+        """Insert the nodes behind the draw that they replace."""
+        dtype = draw.meta["val"].dtype
+        with graph.inserting_after(draw):
+            mask = _call(graph, draw, ops.dropout_mask, ([], rate, dtype), (), dtype)
+        with graph.inserting_after(mask):
+            return cls(mask, _call(graph, draw, aten.eq.Scalar, (mask, 0), (), torch.bool))
+
+    def of_batch(self, graph: fx.Graph, samples: fx.Node) -> fx.Node:
+        """Insert whether the mask is 0 as a function of its sum over samples, as new values of buffers are."""
+        n, dtype = samples.meta["val"].shape[0], self.mask.meta["val"].dtype
+        count = graph.call_function(aten.sym_size.int, (samples, 0))
+        count.meta = {"val": n}
+        each = _call(graph, self.mask, aten.new_ones.default, (self.mask, [count]), (n,), dtype)
+        each = _call(graph, self.mask, aten.mul.Tensor, (each, self.mask), (n,), dtype)
+        total = _call(graph, self.mask, aten.sum.default, (each,), (), dtype)
+        return _call(graph, self.mask, aten.eq.Scalar, (total, 0), (), torch.bool)
+
+
+def _call(graph: fx.Graph, like: fx.Node, target: Any, args: Any, shape: Any, dtype: torch.dtype) -> fx.Node:
+    made = graph.call_function(target, args)
+    with like.meta["val"].fake_mode:
+        value = torch.empty(shape, dtype=dtype)
+    made.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")} | {"val": value}
+    return made
 
 
 class _Alignment:
@@ -150,9 +192,16 @@ class _Alignment:
             raise refusal()
         for branch, (a, b) in enumerate(zip(theirs, mine, strict=True), -1):
             self._match(a, b, branch)
-        if not self._equal(output_of(self.full.graph), output_of(self.part.graph)):
+        results, kept = output_of(self.full.graph), output_of(self.part.graph)
+        updated = {n: kept.kwargs.get(n, self._placeholder(n)) for n in results.kwargs}
+        alike = self._alike(results.args, kept.args, exactly=False) and kept.kwargs.keys() <= updated.keys()
+        if not alike or not self._alike(results.kwargs, updated, exactly=False):
             raise refusal()
         return self.found
+
+    def _placeholder(self, name: str) -> fx.Node | None:
+        """Return the part's placeholder of a buffer that the full graph updates."""
+        return next((n for n in self.part.graph.nodes if n.op == "placeholder" and n.name == name), None)
 
     def _match_arguments(self) -> None:
         """Match placeholders: parameters, buffers and inputs by name, constants by value."""

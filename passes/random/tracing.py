@@ -20,7 +20,7 @@ from autoptd.passes.random.skipped_layers import Skips, refusal
 
 _FRACTIONS = frozenset({torch.rand, torch.rand_like})
 _BELOW = frozenset({torch.Tensor.__lt__, torch.Tensor.lt, torch.lt})
-_ABOVE = frozenset({torch.Tensor.__gt__, torch.Tensor.__ge__, torch.gt, torch.ge})
+_ABOVE = frozenset({torch.Tensor.__gt__, torch.Tensor.gt, torch.gt, torch.Tensor.__ge__, torch.Tensor.ge, torch.ge})
 _COMPARES = _BELOW | _ABOVE | {torch.Tensor.__le__, torch.le}
 
 

@@ -18,6 +18,7 @@ over all steps: 1 / steps.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,8 +44,9 @@ from autoptd.passes.graph import (
 )
 from autoptd.passes.losses.statistics_form import IN_EVALUATION
 from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.rules.factor_notation import divide
-from autoptd.passes.trace.traced import Traced
+from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
 STEPS, MEAN = "num_batches_tracked", "running_mean"  # names of the buffers of torch's norms
@@ -57,12 +59,13 @@ _NAMES = ("input", "weight", "bias", "running_mean", "running_var", "training", 
 
 def write_batch_norms_as_sums(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite every batch norm that is in training. Raises UnsupportedOp for norms that keep hidden statistics."""
+    skipping = skipping_masks(graph, of_gradients=False)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target in _NORMS and node.args[5]:
             with graph.inserting_before(node):
-                _replace(node, _Norm(graph, traced, node))
+                _replace(node, _Norm(graph, traced, node, skipping[node]))
         elif "batch_norm" in op_name(node) and len(node.args) > 5 and node.args[5] is True:
             raise _refused(node, "nn.BatchNorm1d, 2d or 3d")
         elif op_name(node) == "instance_norm" and isinstance(node.args[3], fx.Node) and node.args[5]:
@@ -103,6 +106,7 @@ class _Norm:
     graph: fx.Graph
     traced: Traced
     node: fx.Node
+    masks: frozenset[fx.Node]  # of the layers that alone read it
 
     def __post_init__(self) -> None:
         self.given: Mapping[str, Any] = dict(zip(_NAMES, self.node.args, strict=False))
@@ -163,7 +167,25 @@ class _Norm:
         wide = torch.promote_types(info(buffer).dtype, torch.float32)
         value = self._to(self._detached(value), wide)
         parts = (self._op(aten.mul.Tensor, self._to(old, wide), kept), self._op(aten.mul.Tensor, value, momentum))
-        self.moved[buffer.name] = self._to(self._op(aten.add.Tensor, *parts), info(buffer).dtype)
+        self.moved[buffer.name] = self._unless_skipped(
+            old, self._to(self._op(aten.add.Tensor, *parts), info(old).dtype)
+        )
+
+    def _unless_skipped(self, old: fx.Node, new: fx.Node) -> fx.Node:
+        """Return the new value of a buffer, or the old one in steps in which all its layers are skipped.
+
+        New values are functions of sums over samples, so each sample has the masks.
+        """
+        if not self.masks or self.node.target is not _NORM:  # selected already if the op returns the new value
+            return new
+        ones = (BATCH,)
+        each = [
+            self._op(aten.mul.Tensor, self._op(aten.new_ones.default, m, list(ones), shape=ones), m) for m in self.masks
+        ]
+        totals = [self._op(aten.sum.default, x, shape=()) for x in each]
+        total = functools.reduce(lambda a, b: self._op(aten.add.Tensor, a, b), totals)
+        skipped = self._op(aten.eq.Scalar, total, 0, dtype=torch.bool)
+        return self._op(aten.where.self, skipped, old, new, shape=info(new).shape, dtype=info(new).dtype)
 
     def _momentum(self) -> fx.Node | float:
         """Return the weight of this step's statistics: a number, or 1 / steps as a node."""

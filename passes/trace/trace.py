@@ -27,7 +27,7 @@ from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.known.flex_attention import dense_flex_attention
 from autoptd.passes.known.numpy_functions import NUMPY
 from autoptd.passes.known.recurrence import layer_by_layer
-from autoptd.passes.known.replace import replaced_functions
+from autoptd.passes.known.replace import casts_that_change_nothing, replaced_functions
 from autoptd.passes.known.scans import SCANS
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
@@ -114,7 +114,15 @@ def _traced(
     fixed = picture_dims(specs) | {(name, 1) for name, row in rows.items() if row.rows > 1}
     exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known), OwnCalls()
     with record_own_calls(own):
-        exporter, program = exporter.with_casts(repeats=repeats)
+        try:
+            exporter, program = exporter.with_casts(repeats=repeats)
+        except TraceError as error:
+            if isinstance(error, UnsupportedOp) or exporter.with_fixed_sizes() == exporter:
+                raise
+            try:  # such as with a table of positions, which has one size
+                exporter, program = exporter.with_fixed_sizes().with_casts(repeats=repeats)
+            except TraceError:
+                raise error from None
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
@@ -173,6 +181,11 @@ class _Exporter:
     skips: Skips = field(default_factory=Skips)
     known: KnownInputs | None = None  # set if loops over samples are recorded
     left_out: set[str] = field(default_factory=set)  # places of checks of data
+
+    def with_fixed_sizes(self) -> _Exporter:
+        """Return an exporter for which all sizes but the number of samples are those of the example inputs."""
+        every = {(name, d) for name, (shape, _) in self.specs.items() for d in range(1, len(shape))}
+        return replace(self, fixed=self.fixed | every)
 
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
@@ -280,6 +293,7 @@ class _Exporter:
                 symbolic_len(model, self.objective.loss),
                 random_code(self.skips),
                 replaced_functions(self.model, NUMPY | SCANS),
+                casts_that_change_nothing(),
                 dense_flex_attention(),
                 layer_by_layer(),
                 write_assigned_buffers(model, root),

@@ -106,4 +106,28 @@ def noisy_tokens() -> Case:
     return Case(randomised(NoisyTokens()), {"ids": ids, "labels": labels})
 
 
-RANDOM: dict[str, Callable[[], Case]] = {"noisy": noisy, "noisy_tokens": noisy_tokens}
+class SkippedNorms(nn.Module):
+    """Layers that are skipped at random, with running statistics that only those that run update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids).mean(1)
+        for layer in self.layers:
+            if torch.rand([]) >= 0.5:
+                x = x + torch.tanh(layer(x))
+        return F.cross_entropy(self.head(x), labels[:, 0])
+
+
+def skipped_norms() -> Case:
+    """See `SkippedNorms`."""
+    torch.manual_seed(0)
+    ids, labels = tokens()
+    return Case(randomised(SkippedNorms()), {"ids": ids, "labels": labels.clamp(min=0)})
+
+
+RANDOM: dict[str, Callable[[], Case]] = {"noisy": noisy, "noisy_tokens": noisy_tokens, "skipped_norms": skipped_norms}

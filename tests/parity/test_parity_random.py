@@ -62,6 +62,7 @@ RUNS = [
     ("noisy", CUBE, replace(PLAIN, micro=2, recompute="selective", schedule="gpipe")),
     ("noisy", CUBE, replace(PLAIN, micro=2, recompute="full", schedule="zero-bubble")),
     ("noisy", Mesh(2, 1, 2), replace(PLAIN, micro=2, schedule="interleaved", virtual=2)),
+    ("skipped_norms", CUBE, replace(PLAIN, micro=8)),
     ("noisy_tokens", Mesh(4, 2, 1), PLAIN),
     ("noisy_tokens", Mesh(cp=2, tp=2), replace(PLAIN, micro=4)),
     ("noisy_tokens", Mesh(dp=2, pp=2, cp=2), replace(PLAIN, micro=4, recompute="full")),
