@@ -54,7 +54,7 @@ def no_grad(self: nn.Module, h: Tensor) -> Tensor:
 
 
 def same_within_no_grad(self: nn.Module, h: Tensor) -> Tensor:
-    """What ops return unchanged has its gradient, whoever reads it later."""
+    """A tensor that an op returns unchanged has its gradient, whoever reads it later."""
     with torch.no_grad():
         scale = h.to(h.dtype).square() + h.contiguous().type_as(h)
         same = h.to(torch.float64)
