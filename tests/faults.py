@@ -19,7 +19,12 @@ PAGE = TESTS.parent / "docs" / "faults.md"
 
 # area -> fault -> what goes wrong
 FAULTS: dict[str, dict[str, str]] = {
+    "layers": {
+        "a skipped layer is updated": "momentum moves the parameters of a layer that is skipped at random in this step",
+        "another layer is skipped": "a layer that is skipped at random is computed, and one that is not is left out",
+    },
     "loss": {
+        "rows that are not selected": "rows that a mask leaves out count in a sum, or in a mean's divisor",
         "mean of means": "each microbatch averages over its own valid tokens, and these averages are averaged",
         "ratio by samples": "a loss normalised by class weights or a ratio is weighted by numbers of samples",
         "sums of a rank": "a function of sums over the batch is differentiated at one rank's or microbatch's sums",

@@ -58,7 +58,7 @@ class Vector(Scalar):
 class Router(Scalar):
     def forward(self, x: Tensor) -> Tensor:
         chosen = (x[:, 0] > 0).nonzero()
-        return self.layer(x)[chosen].sum()
+        return self.layer(x)[chosen + 1].sum()
 
 
 class Branch(Scalar):

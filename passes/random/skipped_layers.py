@@ -108,12 +108,12 @@ def _draws(graph: fx.Graph) -> list[fx.Node]:
 def _write(program: ExportedProgram, found: Mapping[fx.Node, tuple[int, fx.Node]], rates: Mapping[int, float]) -> None:
     graph = program.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    draws, now, masks = _draws(graph), dict[fx.Node, fx.Node](), dict[int, _Mask]()
+    draws, now, masks = _draws(graph), dict[fx.Node, fx.Node](), dict[int, _LayerMask]()
     results, samples = output_of(graph), _samples(program)
     for value in sorted(found, key=order.__getitem__):
         branch, other = found[value]
         if branch not in masks:
-            masks[branch] = _Mask.inserted(graph, draws[branch], rates[branch])
+            masks[branch] = _LayerMask.inserted(graph, draws[branch], rates[branch])
         last = max((n for n, (b, _) in found.items() if b == branch), key=order.__getitem__)
         outside = [u for u in value.users if order.get(u, -1) > order[last] and u.op != "output"]
         other = now.get(other, other)
@@ -138,14 +138,14 @@ def _samples(program: ExportedProgram) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class _Mask:
+class _LayerMask:
     """The mask of a layer, drawn as dropout, which an `eval_step` does not drop, and whether it is 0."""
 
     mask: fx.Node
     zero: fx.Node
 
     @classmethod
-    def inserted(cls, graph: fx.Graph, draw: fx.Node, rate: float) -> _Mask:
+    def inserted(cls, graph: fx.Graph, draw: fx.Node, rate: float) -> _LayerMask:
         """Insert the nodes behind the draw that they replace."""
         dtype = draw.meta["val"].dtype
         with graph.inserting_after(draw):

@@ -9,7 +9,7 @@ Tracing needs memory for the graph only, whatever the model's size.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -77,14 +77,17 @@ def trace(
         try:
             return _traced(model, inputs, loss, precision, repeats, averaging, 0)
         except TraceError as error:
-            if not may_loop(error):
-                raise
             first = error
+        if "bakes the batch size" in first.what and find_rows(inputs, count_samples(inputs)):
+            with suppress(TraceError):  # an input that has several rows for each sample may be one without samples
+                return _traced(model, inputs, loss, precision, repeats, averaging, 0, several_rows=False)
+        if not may_loop(first):
+            raise first
         try:
             return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0])
         except TraceError as error:
             further = isinstance(error, UnsupportedOp) and error.where != first.where
-            raise (error if further else first) from None
+            raise (error if further else first) from (error if further else first).__cause__
     return _traced(model, inputs, loss, precision, False, averaging, samples)
 
 
@@ -96,13 +99,14 @@ def _traced(
     repeats: bool,
     averaging: Averaging,
     samples: int,
+    several_rows: bool = True,
 ) -> Traced:
     _check_inputs(inputs)
     _check_modules(model)
     refuse_unseen_hooks(model)
     names = canonical_names(model)
     batch = count_samples(inputs)
-    rows = find_rows(inputs, batch)
+    rows = find_rows(inputs, batch) if several_rows else {}
     apart = {n: rows[n].apart(x) if n in rows else x for n, x in inputs.items()}
     # at least 2 samples: torch.export bakes in sizes of 1
     count = samples or max(2, batch)
@@ -122,7 +126,7 @@ def _traced(
             try:  # such as with a table of positions, which has one size
                 exporter, program = exporter.with_fixed_sizes().with_casts(repeats=repeats)
             except TraceError:
-                raise error from None
+                raise error from error.__cause__
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)

@@ -249,7 +249,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
     "not reduced": (nn.MSELoss(reduction="none"), Y, "a tensor of 2 dims", "MSELoss(reduction='mean')"),
     "not reduced by hand": (lambda a, b: (a - b) ** 2, Y, "a tensor of 2 dims", ".mean() or .sum()"),
     "no tensor": (lambda a, b: 1.0, Y, "loss returned float", "scalar tensor"),
-    "several": (lambda a, b: (a.mean(), b.mean()), Y, "loss returned a tuple of 2", "scalar tensor"),
+    "several": (lambda a, b: (a.mean(), b.mean()), Y, "loss returned a tuple of 2", "sum(losses)"),
     "rows that are no samples": (
         nn.MSELoss(),
         torch.zeros(3, WIDTH),

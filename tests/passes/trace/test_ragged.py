@@ -63,7 +63,7 @@ CASES = {
     Packs: ("pack_padded_sequence makes batches of several sizes", "pad the samples to one length"),
     Jags: ("nested tensors hold samples of several lengths", "pad the samples to one length"),
     OneRow: ("sequences of several lengths in one row", "pad the samples to one length"),
-    LoopsOverSamples: ("bakes the batch size", "loops over samples"),
+    LoopsOverSamples: ("a loop over samples cannot be computed in one pass", "the tensor of all samples"),
 }
 
 

@@ -130,7 +130,7 @@ def test_no_copies_of_arguments_are_stored(monkeypatch: pytest.MonkeyPatch) -> N
     """torch's tracer stores copies of the arguments of ops whose strides may matter. Seen in 2.13.0."""
     stored = []
     monkeypatch.setattr(tracing, "expand_repeats", lambda graph, *_: stored.extend(n.meta for n in graph.nodes))
-    tracing._Exporter(stack(Block), {"x": ((6, 5, 4), torch.float32)}, Objective(), "fp32").run(repeats=True)
+    tracing._Exporter(stack(Block), {"x": ((6, 5, 4), torch.float32)}, Objective(), "fp32", {}).run(repeats=True)
     assert stored and not any("eager_input_vals" in meta for meta in stored)
 
 
