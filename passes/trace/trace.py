@@ -77,16 +77,16 @@ def trace(
         try:
             return _traced(model, inputs, loss, precision, repeats, averaging, 0)
         except TraceError as error:
+            if not may_loop(error):
+                raise
             first = error
-        if "bakes the batch size" in first.what and find_rows(inputs, count_samples(inputs)):
-            with suppress(TraceError):  # an input that has several rows for each sample may be one without samples
-                return _traced(model, inputs, loss, precision, repeats, averaging, 0, several_rows=False)
-        if not may_loop(first):
-            raise first
         try:
             return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0])
         except TraceError as error:
             further = isinstance(error, UnsupportedOp) and error.where != first.where
+            if "bakes the batch size" in first.what and find_rows(inputs, count_samples(inputs)):
+                with suppress(TraceError):  # an input that has several rows for each sample may be one without samples
+                    return _traced(model, inputs, loss, precision, repeats, averaging, 0, several_rows=False)
             raise (error if further else first) from (error if further else first).__cause__
     return _traced(model, inputs, loss, precision, False, averaging, samples)
 
