@@ -12,19 +12,22 @@ from typing import Any
 Result = Mapping[str, Any]
 WIDTH = 100
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "vision", "audio", "vision-language", "classifier")
-HEAD = """# Models of transformers that train in parallel
+HEAD = """# Models that train in parallel
 
-Every head of the installed transformers that has a loss, as a tiny model of its own configuration
-class, traced, planned and run on all ranks beside one process, in float64 and in training mode with
-its dropout: the loss, every gradient and every parameter after two optimizer steps are compared.
+Heads of the installed transformers that have a loss, each as a tiny model of its own configuration
+class, and models of other libraries: traced, planned and run on all ranks beside one process, in
+float64 and in training mode with their dropout. The loss, every gradient and every parameter after
+two optimizer steps are compared. A row stands until its model is run again, so rows may be of
+several days.
 Written by `python -m benchmarks.coverage --page docs/coverage.md` from
 `benchmarks/data/coverage.jsonl`: {made}.
 
 - **trained**: all ranks agree with the one process.
 - **refused**: an error of autoptd at tracing or planning, with its way out; nothing was run.
 - **crashed, differs**: a defect of autoptd.
-- **not built**: transformers itself cannot train the tiny model, or it needs a package that is not
-  installed. The share that trained is of the others.
+- **not built**: the library itself cannot train the tiny model, it needs a package that is not
+  installed, or the sweep gives it a wrong configuration or batch. The share that trained is of the
+  others.
 """
 
 
