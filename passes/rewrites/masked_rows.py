@@ -65,12 +65,13 @@ def name_masked_sizes(graph: fx.Graph, traced: Traced) -> None:
             if isinstance(size, sympy.Symbol) and not any(n.free_symbols - traced.symbol.keys() for n in shape):
                 named[size] = found.mask
                 traced.symbol[size] = in_sympy(sympy.prod(shape).subs(traced.symbol))
+    if not named:
+        return
     for node in graph.nodes:
         new = _symbols(node) & named.keys() if node.target not in _INDICES and not _selection(node) else set()
         if new and not any(new & _symbols(x) for x in node.all_input_nodes):
             _refuse(node, "makes as many rows as a mask selects")
-    if named:
-        _write_counts(graph, named)
+    _write_counts(graph, named)
 
 
 def _symbols(node: fx.Node) -> set[sympy.Symbol]:
