@@ -60,8 +60,7 @@ class Keyed(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        following = lambda: None if self.draws is None else self._next()  # noqa: E731
-        self._below = DrawsOfProgram(following, self._upcoming, self._leave_out, self.rng)
+        self._below = DrawsOfProgram(self._next_if_any, self._upcoming, self._leave_out, self.rng)
 
     @property
     def used(self) -> int:
@@ -141,6 +140,9 @@ class Keyed(TorchFunctionMode):
             samples=draw.samples,
             enable_gqa=named.get("enable_gqa", False),
         )
+
+    def _next_if_any(self) -> Draw | None:
+        return None if self.draws is None else self._next()
 
     def _next(self) -> Draw:
         state = torch.get_rng_state().numpy().tobytes()

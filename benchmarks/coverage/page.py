@@ -66,7 +66,7 @@ def table(families: Mapping[str, Sequence[Result]]) -> str:
     for family, results in (*families.items(), ("all", every)):
         n = Counter(r["result"] for r in results)
         able = len(results) - n["not built"]
-        share = f"{n['trained'] / able:.0%}" if able else "-"
+        share = f"{n['trained'] / able:.1%}" if able else "-"
         counts = (len(results), n["trained"], n["refused"], n["crashed"] + n["differs"], n["not built"])
         lines.append(f"| {family} | {' | '.join(map(str, counts))} | {share} |")
     return "\n".join(lines)

@@ -189,15 +189,19 @@ class _Alignment:
         self._match_arguments()
         theirs, mine = _chunks(self.full.graph), _chunks(self.part.graph)
         if len(theirs) != len(mine):
-            raise refusal()
+            raise self._refusal()
         for branch, (a, b) in enumerate(zip(theirs, mine, strict=True), -1):
             self._match(a, b, branch)
         results, kept = output_of(self.full.graph), output_of(self.part.graph)
         updated = {n: kept.kwargs.get(n, self._placeholder(n)) for n in results.kwargs}
         alike = self._alike(results.args, kept.args, exactly=False) and kept.kwargs.keys() <= updated.keys()
         if not alike or not self._alike(results.kwargs, updated, exactly=False):
-            raise refusal()
+            raise self._refusal()
         return self.found
+
+    def _refusal(self) -> UnsupportedOp:
+        """Return the error, at the first branch whose layer is left out."""
+        return refusal(source_line(_draws(self.full.graph)[min(self.without)]))
 
     def _placeholder(self, name: str) -> fx.Node | None:
         """Return the part's placeholder of a buffer that the full graph updates."""
@@ -214,7 +218,7 @@ class _Alignment:
             if _is_constant(spec):
                 match = _first_equal(constants, self.part.constants[spec.target])
             if match is None:
-                raise refusal()
+                raise self._refusal()
             self.same[node] = match
             self.symbols |= _symbols(node, match)
 

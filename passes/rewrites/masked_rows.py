@@ -27,7 +27,7 @@ from autoptd.errors import UnsupportedOp
 from autoptd.passes.batch.batch_dims import SamplePlace, makes_new
 from autoptd.passes.batch.batch_independence import SUMS, output_places
 from autoptd.passes.batch.rows import Order, Rows
-from autoptd.passes.graph import info, numel, op_call, op_name, operands, source_line, write_op
+from autoptd.passes.graph import info, is_getitem, numel, op_call, op_name, operands, source_line, write_op
 from autoptd.passes.normalise.drop import share_repeated
 from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.opcall import Size, is_random
@@ -202,16 +202,9 @@ def _put_back(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     else:
         return None
     value = rows.meta.get("val") if isinstance(rows, fx.Node) else None
-    if (
-        found is None
-        or found[1] != 0
-        or not isinstance(value, Tensor)
-        or not value.ndim
-        or isinstance(value.shape[0], int)
-    ):
+    if found is None or found[1] != 0 or not isinstance(value, Tensor) or not value.ndim:
         return None
-    symbols = value.shape[0].node.expr.free_symbols
-    return (found[0], rows) if symbols and all(str(s).startswith("u") for s in symbols) else None
+    return (found[0], rows) if _counts_rows(value.shape[0]) else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -237,9 +230,9 @@ class MaskedRows:
         if node.target is masked_rows:
             self.states[node] = (_Selected(node.args[1], SamplePlace(node.args[2])),)  # type: ignore[arg-type]
             return
-        if node.op == "call_function" and op_name(node) == "getitem":
+        if is_getitem(node):
             owner, index = node.args
-            self.states[node] = (self.states.get(owner, {index: None})[index],)  # type: ignore[arg-type, index]
+            self.states[node] = (self.states[owner][index] if owner in self.states else None,)  # type: ignore[index]
             return
         given = {i: s for i, o in enumerate(operands(node)) if (s := self.state(o)) is not None}
         if not given:
@@ -333,7 +326,8 @@ class MaskedRows:
         if not isinstance(node.target, torch._ops.OpOverload):
             return False
         named = given_of(node.target, node.args, node.kwargs)
-        if "reduction" not in named or named["reduction"] == 0:
+        reduction = named.get("reduction", 0)
+        if reduction == 0:
             return False
         x, target = operands(node)[:2]
         if node.target in _BY_CLASS and not info(target).dtype.is_floating_point:
@@ -348,7 +342,7 @@ class MaskedRows:
             each = write_op(self.graph, node, node.target, tuple(named.values()), shape, info(node).dtype)
             kept = self.where(node, each, given[0], 0)
             made = write_op(self.graph, node, aten.sum.default, (kept,), (), info(node).dtype)
-            if node.args != tuple(named.values()) and given_of(node.target, node.args, node.kwargs)["reduction"] == 1:
+            if reduction == 1:
                 others = numel(n for i, n in enumerate(shape) if i != given[0].place.dim) * given[0].place.outer
                 made = self._per_row(node, made, mask, others * given[0].place.inner)
         node.replace_all_uses_with(made)

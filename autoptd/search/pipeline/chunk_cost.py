@@ -20,14 +20,12 @@ from autoptd.cost_models.memory import Memory, model_state
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.state_bytes import buffer_class, packed
-from autoptd.search.constraints.options import SearchOptions
-from autoptd.search.meshes import Candidate, Copies
+from autoptd.search.meshes import Copies
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held
 from autoptd.search.sharding.dispatch_cost import dispatched_s
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
 from autoptd.search.sharding.kind_cost import KindCost, exposed_s, price
-from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.step_end.costs import StepEnd
 
 _CLASSES = 8  # most buffers of a stage: parameters of one dtype, placement and set of stages share one
@@ -36,17 +34,10 @@ _CLASSES = 8  # most buffers of a stage: parameters of one dtype, placement and 
 class ChunkCosts(StepEnd):
     """Costs of runs of segments of one sharded model under one candidate; called thousands of times."""
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        sharded: Sharded,
-        candidate: Candidate,
-        method: SearchOptions,
-        precision: str,
-        optimizer: str,
-    ) -> None:
-        super().__init__(tensors, sharded, candidate, method, precision, optimizer)
-        self._passes: dict[str, ChunkCost] = {}
+    @cached_property
+    def _passes(self) -> dict[str, ChunkCost]:
+        """Costs of the passes of runs of segments, as they are worked out."""
+        return {}
 
     def under(self, cluster: Cluster) -> ChunkCosts:
         """Return a copy with costs on another cluster."""

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import InputsError
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
-transformers = pytest.importorskip("transformers")
 SAMPLES, TOKENS, WORDS = 4, 8, 24
 
 
