@@ -45,7 +45,10 @@ class Head:
     task: str
 
     def build(self) -> tuple[nn.Module, dict[str, Tensor]]:
-        """Return the tiny model in float64 and training mode, and a batch with which it trains by itself."""
+        """Return the tiny model in training mode, and a batch with which it trains by itself.
+
+        In float64, or in float32 where the model's own code does not train in float64 (masks of float32's infinity).
+        """
         import transformers
         from transformers.integrations import moe
 
@@ -57,9 +60,18 @@ class Head:
         if self.task == "classes":
             set_padding(config)
         torch.manual_seed(0)
-        model = cls(config).double().train()
+        model = cls(config).train()
+        try:
+            return model, self._batch(model.double())
+        except Exception as error:  # noqa: BLE001  a model refuses float64 in its own way
+            try:
+                return model, self._batch(model.float())
+            except Exception:  # noqa: BLE001
+                raise error from None
+
+    def _batch(self, model: nn.Module) -> dict[str, Tensor]:
         tried = copy.deepcopy(model)  # a first forward pass leaves hooks and buffers in some models
-        return model, first_that_trains(tried, proposals(tried, self.task))
+        return first_that_trains(tried, proposals(tried, self.task))
 
 
 def set_padding(config: Any) -> None:

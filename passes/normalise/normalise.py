@@ -51,7 +51,7 @@ from autoptd.passes.normalise.masks import name_causal_masks
 from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse, refuse_sparse_tensors
 from autoptd.passes.normalise.scalar_types import settle_scalar_types
 from autoptd.passes.normalise.sizes import fold_sizes
-from autoptd.passes.random.draws import forget_likes, write_random_as_draws
+from autoptd.passes.random.draws import forget_likes, number_calls, write_random_as_draws
 from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
@@ -108,6 +108,7 @@ def _check(graph: fx.Graph) -> None:
 
 
 PREPARE: list[Pass] = [
+    number_calls,
     inline_regions,
     write_own,
     drop_asserts,

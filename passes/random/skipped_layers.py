@@ -129,6 +129,9 @@ def _write(program: ExportedProgram, found: Mapping[fx.Node, tuple[int, fx.Node]
             kept.meta = dict(value.meta)
             results.kwargs = {name: kept if x is value else x for name, x in results.kwargs.items()}
         results.args = substitute(results.args, lambda n, old=value, new=made: new if n is old else n)
+    for branch, layer in masks.items():
+        draws[branch].replace_all_uses_with(layer.mask)
+        graph.erase_node(draws[branch])
 
 
 def _samples(program: ExportedProgram) -> fx.Node:

@@ -59,6 +59,7 @@ class Traced:
     rows: dict[str, SampleRows] = field(default_factory=dict)  # input -> its samples, if they are not rows of dim 0
     known: dict[str, Tensor] = field(default_factory=dict)  # input -> its row in every sample, if the graph is for that
     left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
+    random_calls: int = 0  # of a forward pass; each node that draws has its number in `meta[CALL]`
     loops: bool = False  # loops over samples were written as one pass
 
     @property
