@@ -29,6 +29,7 @@ from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import replaced_functions
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.trace.loss import Objective
+from autoptd.passes.trace.skeleton import settle
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.optimizers.groups import choose
 from autoptd.verification.copies import copied
@@ -116,6 +117,8 @@ def train_plain(
     that is not finite or has no gradient, MoreDraws, and what the model raises.
     """
     model, objective = copied(source.model), source.objective.in_precision(torch.float64)
+    if source.folded.traced.settled:
+        settle(model, lambda: one_pass(model, batches[0], objective, keyed(source, None, DropoutKey(0))))
     if rounded:
         change_last_bits(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -207,6 +207,10 @@ def refuse_unsuitable(model: nn.Module) -> None:
             )
 
 
+class UnregisteredTensor(InputsError):
+    """A trainable tensor is used that no module registers, maybe of a module that forward makes."""
+
+
 class RefuseUnregistered(TorchFunctionMode):
     """Mode that raises InputsError if torch is called with a trainable tensor that `model` does not register.
 
@@ -236,7 +240,7 @@ class RefuseUnregistered(TorchFunctionMode):
                 fix="read it as an attribute of the module in forward; a loss takes it from the outputs, or is a "
                 "method of the model",
             )
-        raise InputsError(
+        raise UnregisteredTensor(
             f"a trainable tensor {list(x.shape)} is used that no module registers, so that no optimizer would train it",
             fix="make it an nn.Parameter of the model or of a loss that is an nn.Module, store layers in an "
             "nn.ModuleList; or detach() it if it is a constant",
