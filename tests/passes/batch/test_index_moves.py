@@ -101,6 +101,23 @@ def routed(m: Model, x: Tensor, keys: Callable[[Tensor], Tensor], counts: Callab
     return x + torch.zeros_like(flat).index_add(0, token, y).view(x.shape)
 
 
+def unknown(keys: Tensor) -> Tensor:
+    """Return the same keys, by arithmetic after which no bound is known."""
+    return keys * 3 - keys * 2
+
+
+def gathered(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Gather scores by keys of which nothing else is known: no index is below 0."""
+    found = list[Tensor]()
+
+    def keys(chosen: Tensor) -> Tensor:
+        found.append(unknown(chosen))
+        return found[0]
+
+    y = routed(m, x, keys, histogram("histc"))
+    return y * (1 + m.router(x.flatten(0, 1)).gather(1, found[0]).sum(1).view(*x.shape[:2], 1))
+
+
 def weights_of_each_row(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     flat = x.flatten(0, 1)
     expert, order = m.router(flat).argmax(-1).sort()
@@ -201,6 +218,10 @@ RIGHT: dict[str, Body] = {
         f"groups counted by {by}": lambda m, x, ids, labels, by=by: routed(m, x, lambda k: k, histogram(by))
         for by in ("histc", "one_hot", "scatter_add")
     },
+    "groups of masked keys": lambda m, x, ids, labels: routed(
+        m, x, lambda k: torch.where(k == 2, 0, k.masked_fill(k == 1, 3)), histogram("histc")
+    ),
+    "groups of keys that gather": gathered,
     "all to one expert": lambda m, x, ids, labels: routed(m, x, lambda k: k * 0 + 2, histogram("one_hot")),
     "weights of each row": weights_of_each_row,
     "choices first": choices_first,
@@ -357,6 +378,7 @@ WRONG: dict[str, tuple[str, Body]] = {
     ),
     "histogram read back": ("index_add sums", histogram_read_back),
     "groups of others": ("sum sums", groups_of_others),
+    "groups of keys below 0": ("grouped_mm", lambda m, x, ids, y: routed(m, x, unknown, histogram("histc"))),
     "written beside": ("add computes", shifted_write),
     "written by an input": ("index_put works", lambda m, x, ids, y: x.index_put((ids[:, 0] % 2,), x)),
     "summed by an input": ("index_add works", lambda m, x, ids, y: x.index_add(0, ids[:, 0] % 2, x)),
