@@ -23,10 +23,7 @@ from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
 from autoptd.passes.graph import CALL, info
 from autoptd.passes.hidden_matrices import hidden_matrices
-from autoptd.passes.known.flex_attention import eager_flex_attention
-from autoptd.passes.known.numpy_functions import NUMPY
-from autoptd.passes.known.recurrence import layer_by_layer
-from autoptd.passes.known.replace import replaced_functions
+from autoptd.passes.known.known import drawn_as_traced
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.skeleton import settle
@@ -162,7 +159,7 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
 
     Raises MoreDraws if the model and the graph differ in the number of dropout calls.
     """
-    with keyed, replaced_functions(model, NUMPY), eager_flex_attention(), layer_by_layer():
+    with keyed, drawn_as_traced(model):
         value = objective.value(model, batch)
         if keyed.draws is not None and keyed.used < keyed.calls:
             raise MoreDraws(f"{keyed.used} instead of {keyed.calls}")

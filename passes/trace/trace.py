@@ -24,11 +24,7 @@ from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unse
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
-from autoptd.passes.known.flex_attention import dense_flex_attention
-from autoptd.passes.known.numpy_functions import NUMPY
-from autoptd.passes.known.recurrence import layer_by_layer
-from autoptd.passes.known.replace import casts_that_change_nothing, replaced_functions
-from autoptd.passes.known.scans import SCANS
+from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
@@ -307,10 +303,7 @@ class _Exporter:
                 refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss),
                 random_code(self.skips),
-                replaced_functions(self.model, NUMPY | SCANS),
-                casts_that_change_nothing(),
-                dense_flex_attention(),
-                layer_by_layer(),
+                written_to_trace(self.model),
                 nullcontext() if found is None else found.running(),
                 write_assigned_buffers(model, root),
             ):

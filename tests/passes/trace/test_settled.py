@@ -75,7 +75,7 @@ def test_trains_as_one_process(tokens: int) -> None:
 def test_sizes_are_those_of_the_examples() -> None:
     """Another number of tokens might make other modules."""
     source = autoptd.trace(model(), inputs=examples(4), precision="fp64")
-    assert not any("s" == str(symbol) for symbol in source.folded.traced.sizes)
+    assert not any(str(symbol) == "s" for symbol in source.folded.traced.sizes)
 
 
 def test_other_parameters_after_the_first_pass_are_refused() -> None:
