@@ -61,13 +61,15 @@ class Head:
             set_padding(config)
         torch.manual_seed(0)
         model = cls(config).train()
-        try:
-            return model, self._batch(model.double())
-        except Exception as error:  # noqa: BLE001  a model refuses float64 in its own way
+        tried = (model.float,) if getattr(config, "router_dtype", "") == "float32" else (model.double, model.float)
+        first: Exception | None = None
+        for cast in tried:
             try:
-                return model, self._batch(model.float())
-            except Exception:  # noqa: BLE001
-                raise error from None
+                return model, self._batch(cast())
+            except Exception as error:  # noqa: BLE001  a model refuses a dtype in its own way
+                first = first or error
+        assert first is not None
+        raise first
 
     def _batch(self, model: nn.Module) -> dict[str, Tensor]:
         tried = copy.deepcopy(model)  # a first forward pass leaves hooks and buffers in some models
