@@ -174,6 +174,15 @@ def written_at_own(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return x * 2
 
 
+def columns_written(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Write columns of each token, then tokens of each sample: a number, and other columns and tokens."""
+    y = x.clone()
+    y[:, :, [0, 2]] = 0.5
+    y[:, :, [1, 3]] = x[:, :, [2, 0]] * 2
+    y[:, [0, 1]] = x[:, [1, 2]]
+    return y
+
+
 def scattered_gates(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     value, chosen = m.router(x).topk(2)
     gates = torch.zeros(*x.shape[:2], EXPERTS, dtype=x.dtype).scatter(2, chosen, value.softmax(-1))
@@ -232,6 +241,7 @@ RIGHT: dict[str, Body] = {
     "masked": masked,
     "written at its own": written_at_own,
     "scattered gates": scattered_gates,
+    "columns written": columns_written,
     "loss of sorted rows": loss_of_sorted,
     # a count of the whole batch that depends on inputs alone: known before the first forward pass
     "counts read back": lambda m, x, ids, y: x / (1 + F.one_hot(ids, VOCAB).sum((0, 1))[ids])[..., None],
@@ -276,6 +286,12 @@ def test_all_of_it_trains_as_on_one_process() -> None:
     alone = train_alone(model, [data], optimizer="sgd", optimizer_options=SGD)
     assert max(differences(found.gradients, alone.gradients).values()) < 1e-10
     assert max(differences(found.state, alone.state).values()) < 1e-10
+
+
+def columns_of_others(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, [0, 1]] = x[x[:, 0, 0].argsort()][:, [0, 1]]
+    return y
 
 
 # Moves between samples, or by a sample's position in its batch: (op, line, what is wrong with it).
@@ -378,6 +394,8 @@ WRONG: dict[str, tuple[str, Body]] = {
     ),
     "histogram read back": ("index_add sums", histogram_read_back),
     "groups of others": ("sum sums", groups_of_others),
+    "written to each": ("index_put", lambda m, x, ids, y: x.index_put((torch.tensor([0]),), x[:, :1].mean(0)[None])),
+    "columns of others": ("index_put", columns_of_others),
     "groups of keys below 0": ("grouped_mm", lambda m, x, ids, y: routed(m, x, unknown, histogram("histc"))),
     "written beside": ("add computes", shifted_write),
     "written by an input": ("index_put works", lambda m, x, ids, y: x.index_put((ids[:, 0] % 2,), x)),
