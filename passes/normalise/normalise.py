@@ -38,7 +38,6 @@ from autoptd.passes.normalise.canonicalize import (
     write_grouped_mm,
     write_masked_put_as_where,
     write_native_dropout_as_dropout,
-    write_parts_of_expanded,
     write_slices_of_samples_as_chunk,
     write_sums_by_index,
     write_views_as_reshape,
@@ -56,6 +55,7 @@ from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
+from autoptd.passes.rewrites.expanded import write_parts_of_expanded
 from autoptd.passes.rewrites.masked_rows import follow_masked_rows, mark_masked_rows, name_masked_sizes
 from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows

@@ -242,6 +242,9 @@ RIGHT: dict[str, Body] = {
     "written at its own": written_at_own,
     "scattered gates": scattered_gates,
     "columns written": columns_written,
+    "row of a repeated table": lambda m, x, ids, labels: (
+        x + m.places.weight[:1].expand(x.shape[0], -1).reshape(x.shape[0], 2, -1)[1].flatten()
+    ),
     "loss of sorted rows": loss_of_sorted,
     # a count of the whole batch that depends on inputs alone: known before the first forward pass
     "counts read back": lambda m, x, ids, y: x / (1 + F.one_hot(ids, VOCAB).sum((0, 1))[ids])[..., None],
@@ -394,6 +397,10 @@ WRONG: dict[str, tuple[str, Body]] = {
     ),
     "histogram read back": ("index_add sums", histogram_read_back),
     "groups of others": ("sum sums", groups_of_others),
+    "row of a reshaped table": (
+        "select",
+        lambda m, x, ids, y: x + x[:, 0].reshape(x.shape[0], 2, -1)[1].flatten(),
+    ),
     "written to each": ("index_put", lambda m, x, ids, y: x.index_put((torch.tensor([0]),), x[:, :1].mean(0)[None])),
     "columns of others": ("index_put", columns_of_others),
     "groups of keys below 0": ("grouped_mm", lambda m, x, ids, y: routed(m, x, unknown, histogram("histc"))),
