@@ -56,9 +56,10 @@ from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
 from autoptd.passes.rewrites.expanded import write_parts_of_expanded
-from autoptd.passes.rewrites.masked_rows import follow_masked_rows, mark_masked_rows, name_masked_sizes
+from autoptd.passes.rewrites.masked_rows import follow_masked_rows
 from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows
+from autoptd.passes.rewrites.row_selections import mark_masked_rows, name_masked_sizes
 from autoptd.passes.trace.traced import Traced
 
 Pass = Callable[[fx.Graph, Traced], None]
