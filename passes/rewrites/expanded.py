@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -16,14 +18,15 @@ _RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
 def write_parts_of_expanded(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite slices of dims that `expand` made to a smaller `expand`, and single rows to the row that is repeated."""
     for node in list(graph.nodes):
-        if node.target is aten.select.int and node.args[1] in (0, -info(node.args[0]).ndim):
+        if node.target is aten.select.int and node.args[1] in (0, -info(node.all_input_nodes[0]).ndim):
             _write_row_of_expanded(graph, node)
         if node.op != "call_function" or node.target is not aten.slice.Tensor:
             continue
-        wide, dim = node.args[0], (*node.args, 0)[1]
+        wide: Any = node.args[0]
+        dim: Any = (*node.args, 0)[1]
         if wide.op != "call_function" or wide.target is not aten.expand.default:
             continue
-        source = wide.args[0]
+        source: Any = wide.args[0]
         at = dim % info(wide).ndim - (info(wide).ndim - info(source).ndim)
         if at < 0 or (info(source).shape[at] == 1 and info(node).shape[dim] != 0):
             node.target = aten.expand.default
@@ -32,12 +35,13 @@ def write_parts_of_expanded(graph: fx.Graph, traced: Traced) -> None:
 
 def _write_row_of_expanded(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite `expand(x)[i]`, maybe with dims within each row reshaped between, to a reshape of x."""
-    wide, rows = node.args[0], info(node.args[0]).shape[0]
+    wide: Any = node.args[0]
+    rows = info(wide).shape[0]
     while op_name(wide) in _RESHAPES and same(info(wide.args[0]).shape[0], rows):
         wide = wide.args[0]
     if wide.target is not aten.expand.default or rows == 1:
         return
-    source = wide.args[0]
+    source: Any = wide.args[0]
     if info(source).ndim == info(wide).ndim and info(source).shape[0] != 1:
         return
     shape = (1, *info(wide).shape[1:])

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.batch.batch_dims import makes_new
-from autoptd.passes.graph import info, op_name, source_line, write_op
+from autoptd.passes.graph import info, op_name, operands, source_line, write_op
 from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.random.draws import given_of
 from autoptd.passes.trace.traced import Traced
@@ -244,9 +244,9 @@ def _with_dims_of_mask(graph: fx.Graph, node: fx.Node, found: _Selection) -> fx.
 def _put_back(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return mask and rows of a write of as many rows as a mask selects."""
     if node.target is aten.index_put.default and node.args[3:] in ((), (False,)):
-        found, rows = _by_mask(node.args[0], node.args[1]), node.args[2]
+        found, rows = _by_mask(operands(node)[0], node.args[1]), node.args[2]
     elif node.target is aten.masked_scatter.default:
-        found, rows = _by_mask(node.args[0], [node.args[1]]), node.args[2]
+        found, rows = _by_mask(operands(node)[0], [node.args[1]]), node.args[2]
     else:
         return None
     if found is None or found.first != 0 or found.columns != tuple(range(found.mask.meta["val"].ndim)):

@@ -25,6 +25,7 @@ from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.known.known import written_to_trace
+from autoptd.passes.loops.empty_masks import Turns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
@@ -49,7 +50,7 @@ from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_
 from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import PADDED, explain, may_loop, not_copied, placed
 from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
-from autoptd.passes.trace.unwrap import UnregisteredTensor
+from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted
 
 
 def trace(
@@ -99,7 +100,7 @@ def _traced(
     several_rows: bool = True,
 ) -> Traced:
     _check_inputs(inputs)
-    _check_modules(model)
+    refuse_scripted(model)
     refuse_unseen_hooks(model)
     names = canonical_names(model)
     batch = count_samples(inputs)
@@ -119,6 +120,9 @@ def _traced(
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
+        if exporter.turns.rows:
+            program = exporter.run(repeats=False)
+            prove_turns(program, exporter.turns, lambda some: replace(exporter, turns=some).run(repeats=False))
         if exporter.skips.rates:
             program = select_layers(lambda some: exporter.leaving_out(some).run_functional(), exporter.skips.rates)
         else:
@@ -175,6 +179,7 @@ class _Exporter:
     known: KnownInputs | None = None  # set if loops over samples are recorded
     settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
     left_out: set[str] = field(default_factory=set)  # places of checks of data
+    turns: Turns = field(default_factory=Turns)
 
     def with_fixed_sizes(self) -> _Exporter:
         """Return an exporter for which all sizes but the number of samples are those of the example inputs."""
@@ -183,6 +188,7 @@ class _Exporter:
 
     def exported(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         """Return the graph and its exporter, which has numbers in place of sizes where it cannot be traced without."""
+        first: AutoptdError
         try:
             return self.with_casts(repeats=repeats)
         except UnregisteredTensor as error:
@@ -281,7 +287,7 @@ class _Exporter:
         except Exception as error:
             raise not_copied(error) from error
         names = {id(p): name for name, p in self.model.named_parameters()}
-        reads = partial(reading, self.known, self.rows, self.left_out)
+        reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
         objective = self.objective.in_precision(PRECISIONS[self.precision])
         root = Loss(model, objective, names, self.casts, self.rows, reads)
         with mode:
@@ -291,6 +297,7 @@ class _Exporter:
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
         refuse_recording_hooks(model)
+        self.turns.rows.clear()
         found = Repeats(model) if repeats else None
         try:
             with (
@@ -375,17 +382,6 @@ def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
             )
     if all(x.ndim == 0 for x in inputs.values()):
         raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
-
-
-def _check_modules(model: nn.Module) -> None:
-    """Raise TraceError for modules already compiled by torch.jit: the tracer cannot see their ops."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(
-                f"{name or 'the model'} was compiled by torch.jit.script or torch.jit.trace, and cannot be traced",
-                where=name,
-                fix="pass the original module instead of the result of torch.jit",
-            )
 
 
 def _counts_samples(x: Tensor, batch: int) -> bool:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from autoptd.errors import InputsError
+from autoptd.errors import InputsError, TraceError
 
 _SHOWN = 4  # places named in an error
 _DP = "pass the wrapped module, model.module: data parallelism is part of the plan"
@@ -279,3 +279,14 @@ def _in_eval(module: nn.Module, name: str, seen: set[int]) -> list[tuple[str, nn
     for key, child in module.named_children():
         found += _in_eval(child, f"{name}.{key}" if name else key, seen)
     return found
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise TraceError for modules already compiled by torch.jit: the tracer cannot see their ops."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{name or 'the model'} was compiled by torch.jit.script or torch.jit.trace, and cannot be traced",
+                where=name,
+                fix="pass the original module instead of the result of torch.jit",
+            )

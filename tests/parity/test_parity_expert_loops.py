@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.errors import RuntimeFault
+from autoptd.errors import RuntimeFault, UnsupportedOp
 from autoptd.passes.rewrites import masked_rows
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from tests.parity.parity_check import TOLERANCE
@@ -76,6 +76,76 @@ def accumulated(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tenso
     return out
 
 
+def chosen_only(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Over the experts that some row chose, by tensors that hold their numbers; the mask has one expert more."""
+    with torch.no_grad():
+        mask = F.one_hot(chosen, EXPERTS + 1).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    out = torch.zeros_like(x)
+    for e in hit:
+        e = e[0]
+        if e == EXPERTS:
+            continue
+        slot, row = torch.where(mask[e])
+        out.index_add_(0, row, (x[row] @ m.up[e]).relu() @ m.down[e] * weights[row, slot, None])
+    return out
+
+
+def chosen_numbers(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Likewise by Python numbers, and by names."""
+    mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
+    experts = nn.ModuleDict({f"expert_{i}": expert for i, expert in enumerate(m.experts)})
+    for e in mask.any((1, 2)).nonzero().squeeze(-1).tolist():
+        slot, row = torch.where(mask[e])
+        out.index_add_(0, row, m.experts[e](x[row]) * weights[row, slot, None])
+    for e in (mask.sum((1, 2)) > 0).nonzero():
+        slot, row = torch.where(mask[e].squeeze(0))
+        out.index_add_(0, row, experts[f"expert_{e[0]}"](x[row]) * weights[row, slot, None])
+    return out
+
+
+def unless_empty(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Over all experts, passing over those without rows."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        row, slot = torch.where(chosen == e)
+        if row.numel() == 0:
+            continue
+        out = out.index_add(0, row, expert(x[row]) * weights[row, slot, None])
+        if row.shape[0] > 0:
+            out.index_add_(0, row, x[row].tanh())
+    return out
+
+
+def counts_hits(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
+    for e in (mask.sum((1, 2)) > 0).nonzero():
+        slot, row = torch.where(mask[e].squeeze(0))
+        out = out.index_add(0, row, x[row] * weights[row, slot, None]) + 0.1
+    return out
+
+
+def rows_of_another(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
+    for e in (mask[:, :1].sum((1, 2)) > 0).nonzero()[:, 0]:
+        slot, row = torch.where(mask[e])
+        out = out.index_add(0, row, x[row] * weights[row, slot, None])
+    return out
+
+
+def scales_if_empty(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        row, slot = torch.where(chosen == e)
+        out = out * 2 if row.numel() == 0 else out.index_add(0, row, x[row] * weights[row, slot, None])
+    return out
+
+
+def few_are_left_out(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    row, slot = torch.where(chosen == 0)
+    return x if row.numel() < 2 else torch.zeros_like(x).index_add(0, row, x[row] * weights[row, slot, None])
+
+
 def batch() -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
     return {n: torch.randint(0, WORDS, (6, TOKENS), generator=rng) for n in ("ids", "labels")}
@@ -93,12 +163,22 @@ def off_by(body: Body, **fix: int) -> float:
     return max((differences(found.gradients, alone.gradients) | differences(found.state, alone.state)).values())
 
 
-BODIES: Iterable[Body] = [slots_first, rows_first, dense_weights, accumulated]
+BODIES: Iterable[Body] = [
+    *(slots_first, rows_first, dense_weights, accumulated, chosen_only, chosen_numbers, unless_empty),
+]
 
 
 @pytest.mark.parametrize("body", BODIES)
 def test_trains_as_one_process(body: Body) -> None:
     assert off_by(body, dp=2, tp=2, micro=1) <= TOLERANCE
+
+
+@pytest.mark.fault("turns without rows")
+@pytest.mark.parametrize("body", [counts_hits, rows_of_another, scales_if_empty, few_are_left_out])
+def test_turns_without_rows_that_change_something_are_refused(body: Body) -> None:
+    with pytest.raises(UnsupportedOp, match=r"depends on|read from") as error:
+        autoptd.trace(Mixture(body), inputs=batch())
+    assert error.value.fix
 
 
 @pytest.mark.fault("rows that are not selected")
