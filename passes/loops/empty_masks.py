@@ -6,7 +6,7 @@
         out.index_add_(0, row, expert(x[row]))
 
 The trace takes every turn. That is exact if a turn without rows changes nothing: two more traces leave out every second
-turn, and must equal the full one without the writes of these turns' rows. Rows are told by the symbol of their number,
+turn, and must equal the full one without the writes of these turns' rows. Rows are known by the symbol of their number,
 which torch.export makes for each `where` and `nonzero`. A mask of no choices is one that only zeros sum to zero in.
 """
 
@@ -38,7 +38,7 @@ Key = tuple[int, ...]  # of a turn: the numbers of the loops and turns that it i
 
 
 @dataclass(frozen=True)
-class Turns:
+class RowTurns:
     """The turns of a trace that rows decide on. without: those left out, as for masks that select nothing.
 
     rows: turn -> symbols of the numbers of its rows, filled in while the model is traced.
@@ -92,7 +92,7 @@ class _Hit:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Entry:
     """An entry of dim 0 of a mask."""
 
     entry: int
@@ -110,7 +110,7 @@ _OF_HITS = {"squeeze", "flatten", "view", "reshape", "__getitem__", "select"}
 class TurnsOnRows(TorchFunctionMode):
     """The mode in which turns are taken as `turns` says."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: RowTurns) -> None:
         super().__init__()
         self.turns = turns
         self.known = WeakIdKeyDictionary()  # tensor -> what it is
@@ -143,7 +143,7 @@ class TurnsOnRows(TorchFunctionMode):
             at = hit.entry if args[1].ndim == 0 else slice(hit.entry, hit.entry + 1)
             made = func(args[0], at)
             if hit.mask is args[0]:
-                self.known[made] = _Part(hit.entry, args[0])
+                self.known[made] = _Entry(hit.entry, args[0])
             return made
         made = func(*args, **kwargs)
         self._note(made, name, first, args, kwargs)
@@ -166,7 +166,7 @@ class TurnsOnRows(TorchFunctionMode):
             with eager():
                 form = getattr(first.form, name)(*args[1:], **kwargs)
             found = _Hits(first.mask, form)
-        elif isinstance(first, (_Hit, _Part)) and name in _SAME | {"__getitem__"}:
+        elif isinstance(first, (_Hit, _Entry)) and name in _SAME | {"__getitem__"}:
             found = first if isinstance(first, _Hit) or name != "__getitem__" else None
         elif isinstance(first, _Count) and not first.total:
             found = self._of_mask(name, first, made, args, kwargs)
@@ -198,7 +198,7 @@ class TurnsOnRows(TorchFunctionMode):
         ):
             return _Count(made)
         if name in ("__getitem__", "select") and args[1:-1] in ((), (0,)) and isinstance(args[-1], int):
-            return _Part(args[-1], args[0])
+            return _Entry(args[-1], args[0])
         if name not in ("sum", "any"):
             return None
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -213,7 +213,7 @@ class TurnsOnRows(TorchFunctionMode):
         if isinstance(size, torch.SymInt) and isinstance(symbol := size.node.expr, sympy.Symbol):
             self.sizes.add(symbol)
             for key, hit in self.inside:
-                if isinstance(first, _Part) and first.mask is hit.mask and first.entry == hit.entry:
+                if isinstance(first, _Entry) and first.mask is hit.mask and first.entry == hit.entry:
                     self.turns.rows[key].add(symbol)
         if isinstance(first, _Count) and first.chosen and isinstance(mask.shape[0], int) and isinstance(made, Tensor):
             entries = first.classes[1] if first.classes and first.classes[0] == 0 else mask.shape[0]
@@ -293,11 +293,11 @@ def _moved(classes: tuple[int, int] | None, name: str, args: Sequence[Any]) -> t
 # ---- the proof ----
 
 
-def prove_turns(full: ExportedProgram, turns: Turns, trace: Callable[[Turns], ExportedProgram]) -> None:
+def prove_turns(full: ExportedProgram, turns: RowTurns, trace: Callable[[RowTurns], ExportedProgram]) -> None:
     """Raise UnsupportedOp unless each turn changes nothing where it has no rows. `trace` leaves out some turns."""
     for without in turns.halves():
         sizes = {symbol for key in without for symbol in turns.rows[key]}
-        other = Turns(without)
+        other = RowTurns(without)
         part = _without_writes(trace(other), set())
         asked = {key for key in turns.rows if not any(key[: len(k)] == k != key for k in without)}
         if other.rows.keys() != asked or not equal_programs(_without_writes(full, sizes), part):

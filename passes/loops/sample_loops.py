@@ -34,7 +34,7 @@ from autoptd.layout.sample_rows import PLAIN, SampleRows
 from autoptd.passes.data_checks import without_data_checks
 from autoptd.passes.loops.block_attention import attend_apart, block_of
 from autoptd.passes.loops.blocks import blocks_of, literal
-from autoptd.passes.loops.empty_masks import Turns, TurnsOnRows
+from autoptd.passes.loops.empty_masks import RowTurns, TurnsOnRows
 from autoptd.passes.loops.join import JOIN
 from autoptd.passes.loops.row_writes import RowWrites, sample_index
 from autoptd.passes.traced_reads import Recipe, TracedReads, eager
@@ -74,7 +74,7 @@ def reading(
     known: KnownInputs | None,
     rows: Mapping[str, SampleRows],
     left_out: set[str],
-    turns: Turns,
+    turns: RowTurns,
     apart: Mapping[str, Tensor],
     given: Mapping[str, Tensor],
 ) -> Iterator[None]:

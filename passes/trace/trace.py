@@ -25,7 +25,7 @@ from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.known.known import written_to_trace
-from autoptd.passes.loops.empty_masks import Turns, prove_turns
+from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
@@ -179,7 +179,7 @@ class _Exporter:
     known: KnownInputs | None = None  # set if loops over samples are recorded
     settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
     left_out: set[str] = field(default_factory=set)  # places of checks of data
-    turns: Turns = field(default_factory=Turns)
+    turns: RowTurns = field(default_factory=RowTurns)
 
     def with_fixed_sizes(self) -> _Exporter:
         """Return an exporter for which all sizes but the number of samples are those of the example inputs."""

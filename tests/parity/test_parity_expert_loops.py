@@ -40,7 +40,7 @@ class Mixture(nn.Module):
 
 
 def slots_first(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """As Mixtral was first published: a mask [experts, choices, rows]."""
+    """Mix as Mixtral was first published: a mask [experts, choices, rows]."""
     mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
     for e in range(EXPERTS):
         slot, row = torch.where(mask[e])
@@ -50,7 +50,7 @@ def slots_first(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tenso
 
 
 def rows_first(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """By comparison, with stacked weights, out of place."""
+    """Mix by comparison, with stacked weights, out of place."""
     out = torch.zeros_like(x)
     for e in range(EXPERTS):
         row, slot = (chosen == e).nonzero(as_tuple=True)
@@ -60,7 +60,7 @@ def rows_first(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor
 
 
 def dense_weights(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """By the rows that chose an expert at any place, written back in place."""
+    """Mix the rows that chose an expert at any place, written back in place."""
     gates, out = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, chosen, weights), torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
         row = torch.where((chosen == e).any(-1))[0]
@@ -77,7 +77,7 @@ def accumulated(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tenso
 
 
 def chosen_only(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Over the experts that some row chose, by tensors that hold their numbers; the mask has one expert more."""
+    """Loop over the experts that some row chose, by tensors that hold their numbers; the mask has one expert more."""
     with torch.no_grad():
         mask = F.one_hot(chosen, EXPERTS + 1).permute(2, 1, 0)
         hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
@@ -92,7 +92,7 @@ def chosen_only(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tenso
 
 
 def chosen_numbers(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Likewise by Python numbers, and by names."""
+    """Loop over Python numbers of these experts, and over names."""
     mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
     experts = nn.ModuleDict({f"expert_{i}": expert for i, expert in enumerate(m.experts)})
     for e in mask.any((1, 2)).nonzero().squeeze(-1).tolist():
@@ -105,7 +105,7 @@ def chosen_numbers(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Te
 
 
 def unless_empty(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Over all experts, passing over those without rows."""
+    """Loop over all experts, passing over those without rows."""
     out = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
         row, slot = torch.where(chosen == e)
