@@ -42,7 +42,7 @@ MAKES = {  # functions that make a tensor of numbers and sizes
     torch.as_tensor,
     *(torch.tril_indices, torch.triu_indices),
 }
-_WRITES = re.compile(r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|.*[^_]_")
+WRITES = re.compile(r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|.*[^_]_")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class TracedReads(TorchFunctionMode):
     def note(self, made: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Remember how a constant was made; forget those that share memory with one that is written to."""
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if given and (_WRITES.fullmatch(func.__name__) or kwargs.get("inplace") or "out" in kwargs):
+        if given and (WRITES.fullmatch(func.__name__) or kwargs.get("inplace") or "out" in kwargs):
             known = all(x in self.recipes for x in given) and given[0] is args[0] and "out" not in kwargs
             after = self.recipe(partial(_written, func), args, kwargs) if known else None
             for x in (given[0], *pytree.tree_leaves(kwargs.get("out"))):

@@ -32,7 +32,7 @@ from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import op_name, source_line
 from autoptd.passes.normalise.drop import drop_asserts
 from autoptd.passes.random.skipped_layers import equal_programs
-from autoptd.passes.traced_reads import eager
+from autoptd.passes.traced_reads import WRITES, eager
 
 Key = tuple[int, ...]  # of a turn: the numbers of the loops and turns that it is in, and its own
 
@@ -92,7 +92,7 @@ class _Hit:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _EntryOf:
     """An entry of dim 0 of a mask."""
 
     entry: int
@@ -143,9 +143,12 @@ class TurnsOnRows(TorchFunctionMode):
             at = hit.entry if args[1].ndim == 0 else slice(hit.entry, hit.entry + 1)
             made = func(args[0], at)
             if hit.mask is args[0]:
-                self.known[made] = _Entry(hit.entry, args[0])
+                self.known[made] = _EntryOf(hit.entry, args[0])
             return made
         made = func(*args, **kwargs)
+        if WRITES.fullmatch(name) and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+            for x in [x for x, what in self.known.items() if not isinstance(what, _Hit)]:
+                del self.known[x]  # maybe of the memory that was written to
         self._note(made, name, first, args, kwargs)
         return made
 
@@ -166,7 +169,7 @@ class TurnsOnRows(TorchFunctionMode):
             with eager():
                 form = getattr(first.form, name)(*args[1:], **kwargs)
             found = _Hits(first.mask, form)
-        elif isinstance(first, (_Hit, _Entry)) and name in _SAME | {"__getitem__"}:
+        elif isinstance(first, (_Hit, _EntryOf)) and name in _SAME | {"__getitem__"}:
             found = first if isinstance(first, _Hit) or name != "__getitem__" else None
         elif isinstance(first, _Count) and not first.total:
             found = self._of_mask(name, first, made, args, kwargs)
@@ -198,7 +201,7 @@ class TurnsOnRows(TorchFunctionMode):
         ):
             return _Count(made)
         if name in ("__getitem__", "select") and args[1:-1] in ((), (0,)) and isinstance(args[-1], int):
-            return _Entry(args[-1], args[0])
+            return _EntryOf(args[-1], args[0])
         if name not in ("sum", "any"):
             return None
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -213,7 +216,7 @@ class TurnsOnRows(TorchFunctionMode):
         if isinstance(size, torch.SymInt) and isinstance(symbol := size.node.expr, sympy.Symbol):
             self.sizes.add(symbol)
             for key, hit in self.inside:
-                if isinstance(first, _Entry) and first.mask is hit.mask and first.entry == hit.entry:
+                if isinstance(first, _EntryOf) and first.mask is hit.mask and first.entry == hit.entry:
                     self.turns.rows[key].add(symbol)
         if isinstance(first, _Count) and first.chosen and isinstance(mask.shape[0], int) and isinstance(made, Tensor):
             entries = first.classes[1] if first.classes and first.classes[0] == 0 else mask.shape[0]
@@ -256,19 +259,25 @@ class TurnsOnRows(TorchFunctionMode):
 
     def _truth_of(self, plain: Callable[[SymBool], bool]) -> Callable[[SymBool], bool]:
         def truth(condition: SymBool) -> bool:
-            symbols = condition.node.expr.free_symbols
-            if len(symbols) != 1 or not symbols <= self.sizes:
-                return plain(condition)
-            (size,) = symbols
-            answers = [condition.node.expr.subs(size, n) for n in (0, 1, 2)]
-            if answers not in ([sympy.true, sympy.false, sympy.false], [sympy.false, sympy.true, sympy.true]):
+            expr = condition.node.expr
+            size = next(iter(expr.free_symbols), None)
+            if expr.free_symbols - self.sizes or size is None or not _asks_for_any(expr, size):
                 return plain(condition)
             key = self.asked.get(size) or self._next()
             self.asked[size] = key
             self.turns.rows.setdefault(key, set()).add(size)
-            return bool(answers[0] if key in self.turns.without else answers[1])
+            return bool(expr.subs(size, 0 if key in self.turns.without else 1))
 
         return truth
+
+
+def _asks_for_any(expr: sympy.Basic, size: sympy.Symbol) -> bool:
+    """Return whether a condition says if a number of rows is zero, or if it is not."""
+    if not isinstance(expr, sympy.core.relational.Relational) or expr.free_symbols != {size}:
+        return False
+    rate = sympy.diff(expr.lhs - expr.rhs, size)
+    answers = [expr.subs(size, n) for n in (0, 1, 2)]
+    return bool(rate.is_number) and answers[1] == answers[2] != answers[0]
 
 
 def _chosen_of(x: Tensor, dim: Any) -> _Index | None:
