@@ -28,7 +28,8 @@ _FEATURES = re.compile(r"tokens:? *(\d+).*?features:? *(\d+)", re.DOTALL)
 
 def images(s: Sizes, task: str, takes: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     """Yield pixels with what goes with them, of each sort that the model's arguments allow."""
-    if "pixel_values" not in takes or (task != "multimodal" and "spatial_shapes" not in takes):
+    mixed = task == "multimodal" or "spatial_shapes" in takes or (task == "image" and "input_ids" in takes)
+    if "pixel_values" not in takes or not mixed:
         return
     makers: list[Callable[[Sizes], dict[str, Tensor]]] = [square, plain, listed, tiles, tiled, rows]
     if {"image_grid_thw", "image_grid_hw", "target_sizes"} & set(takes):
@@ -139,7 +140,7 @@ def with_images(s: Sizes, batch: dict[str, Tensor], pixels: Mapping[str, Tensor]
         pixels = {**pixels, "image_embeds_position_mask": at.long().repeat(SAMPLES, 1)}
     if token is None or "input_ids" not in batch:
         return {**batch, **pixels}
-    made = _placed(batch, token, features_of(s, batch, pixels, token, takes), takes, s) | dict(pixels)
+    made = placed(batch, token, features_of(s, batch, pixels, token, takes), takes, s) | dict(pixels)
     return made | positions(s.model, made) if "position_ids" in takes else made
 
 
@@ -169,7 +170,7 @@ def positions(model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def features_of(s: Sizes, batch: dict[str, Tensor], pixels: Mapping[str, Tensor], token: int, takes: Any) -> int:
     """Return how many features the model makes of one image, by asking it. Raises what the model raises."""
-    tried = _placed(batch, token, 1, takes, s) | dict(pixels)
+    tried = placed(batch, token, 1, takes, s) | dict(pixels)
     try:
         with torch.no_grad():
             s.model(**tried)
@@ -183,7 +184,7 @@ def features_of(s: Sizes, batch: dict[str, Tensor], pixels: Mapping[str, Tensor]
     return s.number("num_query_tokens", default=1) * frames  # models with a query former count nothing
 
 
-def _placed(batch: Mapping[str, Tensor], token: int, n: int, takes: Any, s: Sizes) -> dict[str, Tensor]:
+def placed(batch: Mapping[str, Tensor], token: int, n: int, takes: Any, s: Sizes) -> dict[str, Tensor]:
     """Return the batch with n placeholder tokens in every sample; they are attended to and have no label."""
     fill = {"input_ids": token, "attention_mask": 1} | ({} if s.config.is_encoder_decoder else {"labels": IGNORED})
     made = {}
