@@ -58,6 +58,11 @@ def keys_and_values(s: Sizes) -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
+def moves(s: Sizes) -> Tensor:
+    """Return movements of a robot: [samples, steps, axes]."""
+    return s.floats(SAMPLES, s.number("chunk_size", default=8), s.number("max_action_dim", default=WIDTH))
+
+
 def wave(s: Sizes) -> Tensor:
     """Return sound, or its spectrogram where the model takes that under the same name."""
     if s.config.model_type == "audio-spectrogram-transformer":
@@ -98,9 +103,9 @@ INPUTS: dict[str, Callable[[Sizes], Any]] = {
     "inputs_embeds": lambda s: s.floats(SAMPLES, TOKENS, 2 * s.number("backbone_hidden_size", default=WIDTH)),
     "shared_kv_states": keys_and_values,
     "state": lambda s: s.floats(SAMPLES, s.number("max_state_dim", default=WIDTH)),
-    "actions": lambda s: s.floats(
-        SAMPLES, s.number("chunk_size", default=8), s.number("max_action_dim", default=WIDTH)
-    ),
+    "actions": moves,
+    "noise": moves,
+    "timestep": lambda s: s.floats(SAMPLES).sigmoid(),
     "visual_feats": lambda s: s.floats(SAMPLES, 6, s.number("visual_feat_dim", default=2048)),
     "visual_pos": lambda s: s.floats(SAMPLES, 6, 4).abs(),
 }
@@ -117,7 +122,7 @@ ALSO = {  # model type -> the same
     "voxtral_realtime": ("input_features",),
     "gemma4_unified_assistant": ("inputs_embeds", "shared_kv_states"),
     "diffusion_gemma": ("decoder_input_ids",),
-    "pi0": ("actions",),
+    "pi0": ("actions", "noise", "timestep"),
 }
 # (model type, argument) -> its values, where they differ from those that other models take under that name
 OTHERS: dict[tuple[str, str], Callable[[Sizes], Any]] = {
@@ -214,6 +219,8 @@ def _masks(s: Sizes, found: Mapping[str, Tensor], takes: Mapping[str, inspect.Pa
     made = {}
     for name, masks in MASKS.items() if s.masked and s.config.model_type not in NO_MASK else ():
         main = found.get(masks or getattr(s.model, "main_input_name", "input_ids"))
+        if main is found.get("state"):
+            main = found.get("input_ids")
         if name not in takes or main is None or (main.is_floating_point() and main.ndim >= 4):
             continue
         made[name] = s.mask(length_of(s, main))

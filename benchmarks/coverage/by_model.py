@@ -204,7 +204,15 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     "llama4_vision_model": {"intermediate_size": 128},
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "blt": {"use_cache": False, "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},
-    "xlstm": {"num_blocks": 2, "chunk_size": 8, "hidden_size": 128, "num_heads": 4},
+    "xlstm": {
+        "num_blocks": 2,
+        "chunk_size": 8,
+        "hidden_size": 128,
+        "embedding_dim": 128,
+        "num_heads": 4,
+        "mode": "train",
+        "use_cache": False,
+    },
     "zamba": {
         "num_hidden_layers": 5,
         "mamba_expand": 2,
@@ -228,7 +236,12 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     },
     "kyutai_speech_to_text": {"num_codebooks": 4, "codec_config": {"num_filters": 4}},
     "muse_glimmer": {"out_hidden_size": 4 * WIDTH},
-    "muse_spark": {"out_hidden_size": 4 * WIDTH},
+    "muse_spark": {
+        "out_hidden_size": 4 * WIDTH,
+        "audio_config": {"hidden_sizes": [8, 16, 32, 32], "depths": [1, 1, 1, 1]},
+    },
+    "gemma4_unified_vision": {"output_proj_dims": WIDTH, "mm_posemb_size": 16},
+    "kimi_k25_vision": {"pos_emb_height": 8, "pos_emb_width": 8},
     "depth_anything": {"backbone_config": DEPTH, **NECK},
     "prompt_depth_anything": {"backbone_config": DEPTH, **NECK},
     "chmv2": {
