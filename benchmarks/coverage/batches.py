@@ -214,21 +214,21 @@ _MEANS = {
 }  # task -> what `inputs` are
 
 
-def _masks(s: Sizes, found: Mapping[str, Tensor], takes: Mapping[str, inspect.Parameter]) -> dict[str, Tensor]:
+def _masks(s: Sizes, found: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> dict[str, Tensor]:
     """Return the masks that the model takes, as long as the inputs that they mask."""
     made = {}
     for name, masks in MASKS.items() if s.masked and s.config.model_type not in NO_MASK else ():
-        main = found.get(masks or getattr(s.model, "main_input_name", "input_ids"))
-        if main is found.get("state"):
-            main = found.get("input_ids")
-        if name not in takes or main is None or (main.is_floating_point() and main.ndim >= 4):
+        main = masks or getattr(s.model, "main_input_name", "input_ids")
+        if main not in found or main == "state":
+            main = "inputs_embeds" if "inputs_embeds" in found else "input_ids"
+        if name not in takes or main not in found or (found[main].is_floating_point() and found[main].ndim >= 4):
             continue
-        made[name] = s.mask(length_of(s, main))
+        made[name] = s.mask(length_of(s, main, found[main]))
     return made
 
 
-def length_of(s: Sizes, main: Tensor) -> int:
+def length_of(s: Sizes, name: str, x: Tensor) -> int:
     """Return the number of positions of an input, which its mask has too."""
-    if main.ndim == 3 and main.is_floating_point():
-        return s.frames if s.frames in main.shape[1:] else main.shape[1]
-    return main.shape[-1 if s.config.model_type in CODECS else 1]
+    if name == "input_features":
+        return s.frames
+    return x.shape[-1 if s.config.model_type in CODECS else 1]

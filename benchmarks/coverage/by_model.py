@@ -221,6 +221,7 @@ BY_MODEL: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],
     },
     "neomme": {"head_dim": 16},
+    "inkling_vision": {"n_layers": 5},  # a layer for each size; of fewer, scipy chooses the sizes
     "gemma4_unified_assistant": {
         "text_config": {  # transformers builds no model all of whose layers share keys and values
             "num_kv_shared_layers": 2,

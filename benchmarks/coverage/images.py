@@ -6,6 +6,7 @@ as many placeholder tokens for each image as the model makes features of it.
     patches  [samples * patches, values of a patch], with a grid (time, height, width in patches) for each image
     crops    [samples * patches, channels, side, side] of one patch each, with a grid
     blocks   [samples * blocks, side of a block, the same, channels], a block for each token, with a grid of blocks
+    moments  [samples * patches, times, side of a patch, the same, channels], a patch for each token
     rows     [samples, patches, values of a patch], with a mask or positions of the patches
     pooled   the same, with the patches that each token is a mean of
 """
@@ -35,7 +36,7 @@ def images(s: Sizes, task: str, takes: Mapping[str, Any]) -> Iterator[dict[str, 
     mixed = task == "multimodal" or "spatial_shapes" in takes or (task == "image" and "input_ids" in takes)
     if "pixel_values" not in takes or not mixed:
         return
-    makers: list[Callable[[Sizes], dict[str, Tensor]]] = [square, plain, listed, tiles, tiled, rows]
+    makers: list[Callable[[Sizes], dict[str, Tensor]]] = [square, plain, listed, tiles, tiled, rows, moments]
     if {"image_grid_thw", "image_grid_hw", "target_sizes"} & set(takes):
         makers = [patches, crops, strip, blocks]
     if "image_token_pooling" in takes:
@@ -141,6 +142,11 @@ def crops(s: Sizes) -> dict[str, Tensor]:
 def blocks(s: Sizes) -> dict[str, Tensor]:
     n = s.number("patch_size", default=8) * s.number("spatial_merge_size", default=2)
     return {"pixel_values": s.floats(SAMPLES * GRID**2, n, n, s.pixels[0]), **grids()}
+
+
+def moments(s: Sizes) -> dict[str, Tensor]:
+    n = s.number("patch_size", default=8)
+    return {"pixel_values": s.floats(SAMPLES * GRID, s.number("temporal_patch_size", default=1), n, n, s.pixels[0])}
 
 
 def strip(s: Sizes) -> dict[str, Tensor]:
