@@ -219,7 +219,7 @@ def _masks(s: Sizes, found: Mapping[str, Any], takes: Mapping[str, inspect.Param
     made = {}
     for name, masks in MASKS.items() if s.masked and s.config.model_type not in NO_MASK else ():
         main = masks or getattr(s.model, "main_input_name", "input_ids")
-        if main not in found or main == "state":
+        if name == "attention_mask" and (main not in found or main == "state"):
             main = "inputs_embeds" if "inputs_embeds" in found else "input_ids"
         if name not in takes or main not in found or (found[main].is_floating_point() and found[main].ndim >= 4):
             continue

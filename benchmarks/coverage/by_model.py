@@ -221,6 +221,39 @@ BY_MODEL: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],
     },
     "neomme": {"head_dim": 16},
+    "timm_wrapper": {"architecture": "test_resnet"},
+    "fast_vlm": {
+        "vision_config": {
+            "architecture": "fastvit_mci3",
+            "do_pooling": True,
+            "global_pool": "avg",
+            "hidden_size": 128,  # twice the last of the embedding's dims
+            "model_args": {"layers": [1] * 5, "embed_dims": [16, 16, 32, 32, 64]},
+        },
+        "text_config": {"num_key_value_heads": 2},
+    },
+    "gemma3n": {
+        "vision_soft_tokens_per_image": 4,
+        "vision_config": {
+            "hidden_size": 2048,
+            "model_args": {"channel_multiplier": 0.1, "msfa_output_resolution": 2},
+        },
+    },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {
+                "embed_dim": WIDTH,
+                "depth": 2,
+                "num_heads": HEADS,
+                "patch_size": PATCH,
+                "img_size": [PIXELS, PIXELS],
+                "ref_feat_shape": [4, 4],
+                "global_pool": "",
+            },
+        },
+        "vision_use_cls_token": False,
+    },
     "inkling_vision": {"n_layers": 5},  # a layer for each size; of fewer, scipy chooses the sizes
     "gemma4_unified_assistant": {
         "text_config": {  # transformers builds no model all of whose layers share keys and values
