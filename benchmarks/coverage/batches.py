@@ -39,8 +39,8 @@ def codes(s: Sizes) -> Tensor:
 
 def spoken(s: Sizes) -> Tensor:
     """Return the tokens of a text, each beside the codes of its frame of sound: [samples, frames, 1 + codebooks]."""
-    books = s.ids(SAMPLES, TOKENS, s.number("num_codebooks", default=4), below=s.number("codebook_vocab_size", default=9))
-    return torch.cat([s.ids(SAMPLES, TOKENS, 1), books], -1)
+    books, below = s.number("num_codebooks", default=4), s.number("codebook_vocab_size", default=9)
+    return torch.cat([s.ids(SAMPLES, TOKENS, 1), s.ids(SAMPLES, TOKENS, books, below=below)], -1)
 
 
 def frames_of_codes(s: Sizes) -> Tensor:
@@ -179,9 +179,7 @@ def proposals(
         yield from makers or [partial(with_sound, s, batch, takes)]
 
 
-def _batch(
-    s: Sizes, task: str, takes: Mapping[str, inspect.Parameter], targets: Sequence[str] = ()
-) -> dict[str, Any]:
+def _batch(s: Sizes, task: str, takes: Mapping[str, inspect.Parameter], targets: Sequence[str] = ()) -> dict[str, Any]:
     """Return one batch: the arguments that the model needs, its main input, those of the task, masks and labels."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = {n for n, p in takes.items() if p.default is p.empty and p.kind in kinds}

@@ -129,7 +129,7 @@ BY_MODEL: dict[str, dict[str, Any]] = {
             "upsample_kernel_sizes": [4, 4],
             "conv_out_channels": [16],
             "conv_kernel_sizes": [1],
-        }
+        },
     },
     "resnet": {"out_features": ["stage1", "stage2", "stage3", "stage4"]},
     "swin": {

@@ -14,8 +14,8 @@ SAMPLES, TOKENS = 8, 16
 SECONDS = 4000  # samples of a sound wave
 PADDED = {1: 3, 4: 5, 6: 1}  # sample -> positions of padding at its end
 IGNORED = -100
-STACKED = {"granite_speech5_ctc": 4}  # model type -> spectra beside one another in a frame, of two moments and changes
-SIDES = {"depth_pro": 128, "fast_vlm": 128, "gemma3n": 64}  # model type -> side of its pictures, which its configuration does not say
+STACKED = {"granite_speech5_ctc": 4}  # model type -> spectra in a frame: of two moments, each with its changes
+SIDES = {"depth_pro": 128, "fast_vlm": 128, "gemma3n": 64}  # model type -> side of a picture that no field names
 FIRST_LEARNT = 2  # positions at the start of a sample, as of a prompt, that have no label
 
 
