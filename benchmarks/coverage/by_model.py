@@ -12,6 +12,11 @@ def rope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **more}
 
 
+# a codec of sound with frames of 200 samples; a backbone whose every layer is read
+SOUND = {"num_filters": 4, "downsampling_ratios": [10, 20], "depths": [1, 1, 1], "hidden_size": 8}
+DEPTH = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}
+NECK = {"neck_hidden_sizes": [8, 16, 32, 32], "fusion_hidden_size": 16, "reassemble_hidden_size": WIDTH}
+
 # model type -> parts that its default configuration lacks
 PARTS = {"gemma4": ("vision_config",), "gemma4_unified": ("vision_config",)}
 
@@ -51,7 +56,6 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"use_expert_bias": True, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"qk_head_dim": 16},
     "moshi": {"codebook_size": 64, "audio_vocab_size": 64},
-    "kyutai_speech_to_text": {"codebook_size": 64, "audio_vocab_size": 64},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -119,12 +123,13 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     },
     "textnet": {"image_size": 64, "hidden_sizes": [16, 16, 32, 32, 32], "stem_out_channels": 16},
     "sapiens2": {
+        "num_key_value_heads_per_layer": [HEADS, 2],
         "head_config": {
             "upsample_out_channels": [16, 16],
             "upsample_kernel_sizes": [4, 4],
             "conv_out_channels": [16],
             "conv_kernel_sizes": [1],
-        }
+        },
     },
     "resnet": {"out_features": ["stage1", "stage2", "stage3", "stage4"]},
     "swin": {
@@ -185,7 +190,7 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     "emu3_vqgan": {"codebook_size": 16, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     "gemma3": {"mm_tokens_per_image": 4},
     "t5gemma2_encoder": {"mm_tokens_per_image": 4},
-    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 50, "no_token_index": 51},
     "granite4_vision": {
         "deepstack_layer_map": [[1, 0]],
         "downsample_rate": "1/2",
@@ -199,7 +204,15 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     "llama4_vision_model": {"intermediate_size": 128},
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "blt": {"use_cache": False, "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},
-    "xlstm": {"num_blocks": 2, "chunk_size": 8, "hidden_size": 128, "num_heads": 4},
+    "xlstm": {
+        "num_blocks": 2,
+        "chunk_size": 8,
+        "hidden_size": 128,
+        "embedding_dim": 128,
+        "num_heads": 4,
+        "mode": "train",
+        "use_cache": False,
+    },
     "zamba": {
         "num_hidden_layers": 5,
         "mamba_expand": 2,
@@ -208,8 +221,92 @@ BY_MODEL: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"],
     },
     "neomme": {"head_dim": 16},
+    "timm_wrapper": {"architecture": "test_resnet"},
+    "fast_vlm": {
+        "vision_config": {
+            "architecture": "fastvit_mci3",
+            "do_pooling": True,
+            "global_pool": "avg",
+            "hidden_size": 128,  # twice the last of the embedding's dims
+            "model_args": {"layers": [1] * 5, "embed_dims": [16, 16, 32, 32, 64]},
+        },
+        "text_config": {"num_key_value_heads": 2},
+    },
+    "gemma3n": {
+        "vision_soft_tokens_per_image": 4,
+        "vision_config": {
+            "hidden_size": 2048,
+            "model_args": {"channel_multiplier": 0.1, "msfa_output_resolution": 2},
+        },
+    },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {
+                "embed_dim": WIDTH,
+                "depth": 2,
+                "num_heads": HEADS,
+                "patch_size": PATCH,
+                "img_size": [PIXELS, PIXELS],
+                "ref_feat_shape": [4, 4],
+                "global_pool": "",
+            },
+        },
+        "vision_use_cls_token": False,
+    },
+    "inkling_vision": {"n_layers": 5},  # a layer for each size; of fewer, scipy chooses the sizes
+    "gemma4_unified_assistant": {
+        "text_config": {  # transformers builds no model all of whose layers share keys and values
+            "num_kv_shared_layers": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        }
+    },
+    "vibevoice": {"audio_config": SOUND, "semantic_model_config": SOUND},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_chunk_size": 4000,
+        "acoustic_tokenizer_encoder_config": SOUND,
+        "semantic_tokenizer_encoder_config": SOUND,
+    },
+    "kyutai_speech_to_text": {"num_codebooks": 4, "codec_config": {"num_filters": 4}},
+    "muse_glimmer": {"out_hidden_size": 4 * WIDTH},
+    "muse_spark": {
+        "out_hidden_size": 4 * WIDTH,
+        "audio_config": {"hidden_sizes": [8, 16, 32, 32], "depths": [1, 1, 1, 1]},
+    },
+    "gemma4_unified_vision": {"output_proj_dims": WIDTH, "mm_posemb_size": 16},
+    "kimi_k25_vision": {"pos_emb_height": 8, "pos_emb_width": 8},
+    "depth_anything": {"backbone_config": DEPTH, **NECK},
+    "prompt_depth_anything": {"backbone_config": DEPTH, **NECK},
+    "chmv2": {
+        "backbone_config": DEPTH
+        | {"reshape_hidden_states": True, "apply_layernorm": True, "return_class_token": True, "key_bias": True},
+        "post_process_channels": [8, 16, 32, 32],
+        "fusion_hidden_size": 16,
+    },
+    "zoedepth": {
+        "backbone_config": {"use_relative_position_bias": True, "reshape_hidden_states": False},
+        "neck_hidden_sizes": [8, 16, 32, 32],
+        "fusion_hidden_size": 16,
+        "bottleneck_features": 16,
+    },
+    "depth_pro": {  # 35 crops of 8 * 8 patches from three sizes of a picture
+        "patch_size": PIXELS,
+        "merge_padding_value": 1,
+        "intermediate_hook_ids": [1, 0],
+        "intermediate_feature_dims": [16, 16],
+        "scaled_images_feature_dims": [16, 16, 16],
+        "fusion_hidden_size": 16,
+        "image_model_config": {"patch_size": 4},
+        "patch_model_config": {"patch_size": 4},
+        "fov_model_config": {"patch_size": 4},
+    },
     "tipsv2_vision_model": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
-    "tipsv2_dpt": {"neck_hidden_sizes": [8, 16, 32, 32], "fusion_hidden_size": 16},
+    "tipsv2_dpt": {
+        "neck_hidden_sizes": [8, 16, 32, 32],
+        "fusion_hidden_size": 16,
+        "backbone_config": {"apply_layernorm": True, "reshape_hidden_states": False},
+    },
     "audio-spectrogram-transformer": {
         "max_length": 64,
         "num_mel_bins": 16,

@@ -31,7 +31,8 @@ WORLD, CLUSTER, OPTIMIZER = 8, "dgx-h100", "sgd"
 class Case(Protocol):
     """A model of a library: `family` groups the report, `build` gives the model with its batch, which may be nested.
 
-    A case with an attribute `loss` is trained with that function of the outputs.
+    A case with an attribute `loss` is trained with that function of the outputs, and of the batch's entries that its
+    attribute `targets` names, which `forward` is not given.
     """
 
     @property
@@ -83,8 +84,10 @@ def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
         fill_zeros(model)
         step = "trace"
         examples = nest.nested(moved(batch, 0, 2))
+        loss = getattr(case, "loss", None)
+        targets = {n: examples.pop(n) for n in getattr(case, "targets", ())} or None
         precision = "fp64" if dtype_of(model) == torch.float64 else "fp32"
-        source = autoptd.trace(model, inputs=examples, loss=getattr(case, "loss", None), precision=precision)
+        source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision=precision)
         step = "plan"
         planned = _plan(source, batch, FIX)
         found |= {"split": split_share(planned, model), "experts": expert_ranks(planned)}
@@ -133,10 +136,9 @@ def _compared(source: TracedModel, planned: Plan, batch: Batch) -> dict[str, Any
 
 
 def samples_of(batch: Batch) -> int:
-    """Return the number of samples: that of the targets, which have one row each, or of the first input."""
-    return next(x for x in (batch.get("labels"), batch.get("start_positions"), *batch.values()) if x is not None).shape[
-        0
-    ]
+    """Return the number of samples: that of the texts or else the targets, which have one row each, or of any input."""
+    first = (batch.get(n) for n in ("input_ids", "labels", "start_positions"))
+    return next(x for x in (*first, *batch.values()) if x is not None).shape[0]
 
 
 def moved(batch: Batch, step: int, first: int | None = None) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.coverage.alone import first_that_trains
 from benchmarks.coverage.batches import proposals
+from benchmarks.coverage.head_losses import LOSSES, TARGET, lacks_loss
 from benchmarks.coverage.tiny import tiny_config
 
 # transformers' table of heads -> family in our report, task
@@ -44,7 +45,19 @@ class Head:
     family: str
     task: str
 
-    def build(self) -> tuple[nn.Module, dict[str, Tensor]]:
+    @property
+    def loss(self) -> Callable[..., Tensor] | None:
+        """The loss of a head that computes none; None for the others."""
+        import transformers
+
+        return LOSSES.get(self.task) if lacks_loss(getattr(transformers, self.name)) else None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Entries of the batch that only that loss takes."""
+        return (TARGET,) if self.loss else ()
+
+    def build(self) -> tuple[nn.Module, dict[str, Any]]:
         """Return the tiny model in training mode, and a batch with which it trains by itself.
 
         In float64, or in float32 where the model's own code does not train in float64 (masks of float32's infinity).
@@ -71,9 +84,9 @@ class Head:
         assert first is not None
         raise first
 
-    def _batch(self, model: nn.Module) -> dict[str, Tensor]:
+    def _batch(self, model: nn.Module) -> dict[str, Any]:
         tried = copy.deepcopy(model)  # a first forward pass leaves hooks and buffers in some models
-        return first_that_trains(tried, proposals(tried, self.task))
+        return first_that_trains(tried, proposals(tried, self.task, self.targets), self.loss, self.targets)
 
 
 def set_padding(config: Any) -> None:

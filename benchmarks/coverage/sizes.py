@@ -14,6 +14,8 @@ SAMPLES, TOKENS = 8, 16
 SECONDS = 4000  # samples of a sound wave
 PADDED = {1: 3, 4: 5, 6: 1}  # sample -> positions of padding at its end
 IGNORED = -100
+STACKED = {"granite_speech5_ctc": 4}  # model type -> spectra in a frame: of two moments, each with its changes
+SIDES = {"depth_pro": 128, "fast_vlm": 128, "gemma3n": 64}  # model type -> side of a picture that no field names
 FIRST_LEARNT = 2  # positions at the start of a sample, as of a prompt, that have no label
 
 
@@ -69,17 +71,19 @@ class Sizes:
     @property
     def pixels(self) -> tuple[int, int, int]:
         channels = self.number("num_channels", "in_channels", "in_chans", "num_input_channels", default=3)
-        side = self.number("image_size", "img_size", "input_size", default=PIXELS)
+        side = SIDES.get(self.config.model_type) or self.number("image_size", "img_size", "input_size", default=PIXELS)
         return channels, side, side
 
     @property
     def bands(self) -> int:
         names = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim")
-        return self.number(*names, "input_dim", "mel_dim", default=16)
+        return STACKED.get(self.config.model_type, 1) * self.number(*names, "input_dim", "mel_dim", default=16)
 
     @property
     def frames(self) -> int:
-        return 2 * self.number("max_source_positions", default=32)
+        """Frames of sound, of which some models take a fixed number for each token of the text."""
+        each = self.number("audio_length_per_tok", default=0)
+        return each * TOKENS or 2 * self.number("max_source_positions", default=32)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

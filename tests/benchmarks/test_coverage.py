@@ -13,6 +13,7 @@ SORTS = {
     "BertForMaskedLM": "encoder",
     "ViTForImageClassification": "vision",
     "WhisperForConditionalGeneration": "speech, encoder and decoder",
+    "DeiTForImageClassificationWithTeacher": "no loss of its own: that of its task, with targets",
 }
 
 
