@@ -80,6 +80,7 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
     return value
 
 
+CALL = "random call"  # key of a node's meta: the number of the random call of forward that it is or was
 WRITTEN_FOR = "written for"  # key of a node's meta: the user's op that it is a part of
 NAMED = "named"  # key of a node's meta: a name for its variable in emitted programs
 
@@ -195,7 +196,7 @@ def write_op(
     any of its operands does.
     """
     new = graph.call_function(target, args, dict(kwargs or {}))
-    new.meta = {key: value for key, value in like.meta.items() if key in ("nn_module_stack", "stack_trace")}
+    new.meta = {key: value for key, value in like.meta.items() if key in ("nn_module_stack", "stack_trace", CALL)}
     kind = infos(like)[0].dtype if dtype is None else dtype
     grad = is_float(kind) and any(t.requires_grad for o in operands(new) for t in infos(o))
     new.meta["info"] = TensorInfo(tuple(map(plain, shape)), kind, grad)

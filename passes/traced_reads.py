@@ -28,7 +28,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoptd.passes.data_checks import passing
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
+_NUMBERS = {
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__format__,
+}
 MAKES = {  # functions that make a tensor of numbers and sizes
     *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros, torch.tensor),
     torch.as_tensor,

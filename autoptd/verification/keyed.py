@@ -7,7 +7,7 @@ Every call of torch in the model's forward and backward passes goes through `Key
     torch.tensor(0.1)                           by its value rounded to float32, as the graph holds it; with
                                                 dtype=x.dtype, rounded to the planned type
     torch.finfo(x.dtype)                        by that of the planned type
-    the k-th dropout of a forward pass          by the mask of the k-th node of the graph that draws
+    the k-th dropout of a forward pass          by the mask of the node that was traced from its k-th random call
     the k-th other random op                    likewise, below autograd (`keyed_draws.py`)
 
 The index k follows from torch's random state: activation checkpointing recomputes from the state that it saved.
@@ -49,9 +49,14 @@ def float64_by_default() -> Iterator[None]:
 
 @dataclass
 class Keyed(TorchFunctionMode):
-    """The mode described in the module docstring. draws: None disables dropout. used: number of draws so far."""
+    """The mode described in the module docstring.
 
-    draws: Sequence[Draw] | None
+    draws: by the number of their call in a forward pass; None disables dropout. calls: how many there are, also those
+    whose numbers nothing reads. used: how many there were so far.
+    """
+
+    draws: Mapping[int, Draw] | None
+    calls: int
     rng: DropoutKey
     precision: str
     wide: bool = True  # whether the model's code itself uses float64; if not, `dtype=x.dtype` means the planned type
@@ -60,7 +65,7 @@ class Keyed(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._below = DrawsOfProgram(self._next_if_any, self._upcoming, self._leave_out, self.rng)
+        self._below = DrawsOfProgram(self._next, self._leave_out, self.rng)
 
     @property
     def used(self) -> int:
@@ -117,16 +122,18 @@ class Keyed(TorchFunctionMode):
         if not (training and p) or self.draws is None:
             return input
         draw = self._next()
+        if draw is None:
+            return input
         made = ops.dropout(input, p, key=draw.key, rng=self.rng, samples=draw.samples)
         return input.copy_(made) if inplace else made
 
     def _attention(self, *args: Any, **options: Any) -> Tensor:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         named = as_float64(dict(zip(names, args, strict=False)) | options)
-        if not named.get("dropout_p") or self.draws is None:
+        draw = self._next() if named.get("dropout_p") else None
+        if draw is None:
             made: Tensor = self._before[1](**named | {"dropout_p": 0.0})
             return made
-        draw = self._next()
         return ops.attention(
             named["query"],
             named["key"],
@@ -141,25 +148,20 @@ class Keyed(TorchFunctionMode):
             enable_gqa=named.get("enable_gqa", False),
         )
 
-    def _next_if_any(self) -> Draw | None:
-        return None if self.draws is None else self._next()
-
-    def _next(self) -> Draw:
+    def _next(self) -> Draw | None:
+        """Return the draw of this call; None if its numbers are read by nothing, or dropout is disabled."""
+        if self.draws is None:
+            return None
         state = torch.get_rng_state().numpy().tobytes()
         index = self.seen.setdefault(state, len(self.seen))
         with _disable_current_modes():
             torch.rand(())
-        if self.draws is None or index >= len(self.draws):
+        if index >= self.calls:
             raise MoreDraws
-        return self.draws[index]
-
-    def _upcoming(self) -> Draw | None:
-        """Return the draw that `_next` would take, if there is one."""
-        index = self.seen.get(torch.get_rng_state().numpy().tobytes(), len(self.seen))
-        return self.draws[index] if self.draws is not None and index < len(self.draws) else None
+        return self.draws.get(index)
 
     def _leave_out(self, draw: Draw) -> None:
-        """Count the draws of a layer that the model skips."""
+        """Count the calls of a layer that the model skips."""
         self.seen |= {f"{draw.key} {i}".encode(): len(self.seen) + i for i in range(draw.layer)}
 
 

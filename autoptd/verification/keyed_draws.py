@@ -1,8 +1,8 @@
 """A torch dispatch mode in which the plain model draws the random numbers of the emitted program.
 
-The k-th random op of a forward pass gets the numbers of the k-th draw of the graph, made into the op's distribution by
-the functions that write the graph (`distributions.py`), here on tensors. Ops within torch's own Python or C++ code are
-met too: those of `F.gumbel_softmax`, `F.dropout2d`, `torch.distributions`.
+The k-th random call of a forward pass gets the numbers of the draw that was traced from it, made into the op's
+distribution by the functions that write the graph (`distributions.py`), here on tensors. Ops within torch's own Python
+or C++ code are met too: those of `F.gumbel_softmax`, `F.dropout2d`, `torch.distributions`.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _FRACTIONS = (aten.rand.default, aten.rand_like.default, aten.uniform.default)
 
 @dataclass(frozen=True)
 class Draw:
-    """A node that draws: its key, where samples are placed in its elements, and the probability to drop of a mask.
+    """A node that draws: its key, the number of its call in a forward pass, where samples are placed in its elements,
+    and the probability to drop of a mask.
 
-    layer: number of draws in the layer that is skipped where a single mask is 0.
+    layer: number of calls in the layer that is skipped where a single mask is 0.
     """
 
     key: str
+    call: int
     samples: SamplePosition
     dropped: float | None = None
-    single: bool = False  # whether it draws one number
     layer: int = 0
 
 
 class DrawsOfProgram(TorchDispatchMode):
-    """The mode. `next_draw`: takes the next draw, None if draws are disabled; each is its mean then. `upcoming`: reads
-    the one that it would take. `leave_out`: passes over draws of a layer that the model skips."""
+    """The mode. `next_draw`: takes the next draw; where it is None, numbers are their mean. `leave_out`: passes over
+    the calls of a layer that the model skips."""
 
     def __init__(
         self,
         next_draw: Callable[[], Draw | None],
-        upcoming: Callable[[], Draw | None],
         leave_out: Callable[[Draw], None],
         rng: DropoutKey,
     ) -> None:
         super().__init__()
-        self.next_draw, self.upcoming, self.leave_out, self.rng = next_draw, upcoming, leave_out, rng
+        self.next_draw, self.leave_out, self.rng = next_draw, leave_out, rng
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -63,8 +63,6 @@ class DrawsOfProgram(TorchDispatchMode):
             return self._rrelu(*args[:4])
         if form not in DISTRIBUTIONS:
             return func(*args, **kwargs)
-        if form is aten.rand.default and not args[0] and not ((draw := self.upcoming()) and draw.single):
-            return torch.full_like(func(*args, **kwargs), 0.5)  # compared with a rate of 0, which no graph holds
         draw, made = self.next_draw(), func(*args, **kwargs)  # for its shape and type, and to advance torch's generator
         found = TensorWriter(draw, self.rng).made(form, given_of(form, args, kwargs), made)
         if draw and draw.layer and not found.any():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,14 +21,12 @@ from autoptd.compile.traced import TracedModel
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
-from autoptd.passes.graph import info
+from autoptd.passes.graph import CALL, info
 from autoptd.passes.hidden_matrices import hidden_matrices
-from autoptd.passes.known.flex_attention import eager_flex_attention
-from autoptd.passes.known.numpy_functions import NUMPY
-from autoptd.passes.known.recurrence import layer_by_layer
-from autoptd.passes.known.replace import replaced_functions
+from autoptd.passes.known.known import drawn_as_traced
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.trace.loss import Objective
+from autoptd.passes.trace.skeleton import settle
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.optimizers.groups import choose
 from autoptd.verification.copies import copied
@@ -50,14 +47,15 @@ class PlainStep:
 
 
 def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
-    """Return every dropout node in program order; None if the mask of one depends on how the batch is cut."""
+    """Return every node that draws; None if the numbers of one depend on how the batch is cut."""
     batch = source.folded.traced.by_sample(batch)
     sizes = {BATCH: next(x.shape[0] for x in batch.values() if x.ndim)} | {
         symbol: batch[name].shape[dim] for symbol, (name, dim) in source.folded.traced.sizes.items() if name in batch
     }
     found = []
     alone = skipping_masks(source.folded.traced.graph.graph, of_gradients=False)
-    layers = Counter(only for node, masks in alone.items() if len(masks) == 1 and draw_of(node) for only in masks)
+    within = ((only, node) for node, masks in alone.items() if len(masks) == 1 and draw_of(node) for only in masks)
+    last = {only: node.meta[CALL] for only, node in sorted(within, key=lambda pair: pair[1].meta[CALL])}
     for segment in source.folded.segments:
         for i, node in enumerate(segment.nodes):
             if not draw_of(node):
@@ -66,7 +64,8 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
             if samples == ops.MICROBATCH:
                 return None
             dropped = float(node.args[1]) if node.target is ops.dropout_mask else None  # type: ignore[arg-type]
-            found.append(Draw(f"{segment.index}.{i}", samples, dropped, not info(node).shape, layers[node]))
+            call = node.meta[CALL]
+            found.append(Draw(f"{segment.index}.{i}", call, samples, dropped, last.get(node, call) - call))
     return found
 
 
@@ -115,6 +114,8 @@ def train_plain(
     that is not finite or has no gradient, MoreDraws, and what the model raises.
     """
     model, objective = copied(source.model), source.objective.in_precision(torch.float64)
+    if source.folded.traced.settled:
+        settle(model, lambda: one_pass(model, batches[0], objective, keyed(source, None, DropoutKey(0))))
     if rounded:
         change_last_bits(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -149,7 +150,8 @@ def change_last_bits(model: nn.Module) -> None:
 def keyed(source: TracedModel, draws: Sequence[Draw] | None, rng: DropoutKey) -> Keyed:
     """Return the torch function mode under which the plain model runs."""
     wide = any(x.dtype == torch.float64 for x in source.folded.traced.constants.values())
-    return Keyed(draws, rng, source.precision, wide)
+    by_call = None if draws is None else {draw.call: draw for draw in draws}
+    return Keyed(by_call, source.folded.traced.random_calls, rng, source.precision, wide)
 
 
 def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed) -> float:
@@ -157,9 +159,9 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
 
     Raises MoreDraws if the model and the graph differ in the number of dropout calls.
     """
-    with keyed, replaced_functions(model, NUMPY), eager_flex_attention(), layer_by_layer():
+    with keyed, drawn_as_traced(model):
         value = objective.value(model, batch)
-        if keyed.draws is not None and keyed.used < len(keyed.draws):
-            raise MoreDraws(f"{keyed.used} instead of {len(keyed.draws)}")
+        if keyed.draws is not None and keyed.used < keyed.calls:
+            raise MoreDraws(f"{keyed.used} instead of {keyed.calls}")
         value.backward()
     return float(value.detach())

@@ -21,6 +21,7 @@ from autoptd.plans.model import Plan
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import STEPS, trial_on
 from autoptd.verification.verdict import judge
+from benchmarks.coverage.sizes import dtype_of
 
 Batch = Mapping[str, Tensor]
 FIX = {"tp": 2, "pp": 2, "dp": 2}
@@ -85,11 +86,14 @@ def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
         examples = nest.nested(moved(batch, 0, 2))
         loss = getattr(case, "loss", None)
         targets = {n: examples.pop(n) for n in getattr(case, "targets", ())} or None
-        source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision="fp64")
+        precision = "fp64" if dtype_of(model) == torch.float64 else "fp32"
+        source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision=precision)
         step = "plan"
         planned = _plan(source, batch, FIX)
         found |= {"split": split_share(planned, model), "experts": expert_ranks(planned)}
         step = "run"
+        source.model.double()  # as verification does with a model that was traced in another precision
+        planned = planned.model_copy(update={"precision": "fp64"})
         found |= _compared(source, planned, batch)
         if free:
             step = "free plan"

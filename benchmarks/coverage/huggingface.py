@@ -58,7 +58,10 @@ class Head:
         return (TARGET,) if self.loss else ()
 
     def build(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the tiny model in float64 and training mode, and a batch with which it trains by itself."""
+        """Return the tiny model in training mode, and a batch with which it trains by itself.
+
+        In float64, or in float32 where the model's own code does not train in float64 (masks of float32's infinity).
+        """
         import transformers
         from transformers.integrations import moe
 
@@ -70,10 +73,20 @@ class Head:
         if self.task == "classes":
             set_padding(config)
         torch.manual_seed(0)
-        model = cls(config).double().train()
+        model = cls(config).train()
+        tried = (model.float,) if getattr(config, "router_dtype", "") == "float32" else (model.double, model.float)
+        first: Exception | None = None
+        for cast in tried:
+            try:
+                return model, self._batch(cast())
+            except Exception as error:  # noqa: BLE001  a model refuses a dtype in its own way
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _batch(self, model: nn.Module) -> dict[str, Any]:
         tried = copy.deepcopy(model)  # a first forward pass leaves hooks and buffers in some models
-        batches = proposals(tried, self.task, self.targets)
-        return model, first_that_trains(tried, batches, self.loss, self.targets)
+        return first_that_trains(tried, proposals(tried, self.task, self.targets), self.loss, self.targets)
 
 
 def set_padding(config: Any) -> None:

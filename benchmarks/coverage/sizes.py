@@ -58,7 +58,8 @@ class Sizes:
         return torch.randint(first, max(first + 1, below), shape, generator=self.draw)
 
     def floats(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.draw, dtype=torch.float64)
+        """Normal numbers in the dtype of the model's weights."""
+        return torch.randn(shape, generator=self.draw, dtype=torch.float64).to(dtype_of(self.model))
 
     def mask(self, length: int = TOKENS) -> Tensor:
         """Return 1 for positions with data, 0 for padding."""
@@ -83,3 +84,8 @@ class Sizes:
         """Frames of sound, of which some models take a fixed number for each token of the text."""
         each = self.number("audio_length_per_tok", default=0)
         return each * TOKENS or 2 * self.number("max_source_positions", default=32)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the model's first parameter of floats."""
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())

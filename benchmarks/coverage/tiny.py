@@ -17,7 +17,8 @@ LAYERS = 2
 
 # pattern of a field's name -> its tiny value; a value of the default configuration that is smaller stays
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"(char|input|output|codec|bucket)?_?vocab_size(_per_layer_input)?|vocab_offset|codebook_size|num_words", WORDS),
+    (r"(char|input|output|codec|bucket|unpadded)?_?vocab_size(_per_layer_input)?", WORDS),
+    (r"vocab_offset|codebook_size|num_words", WORDS),
     (r"(\w+_)?(num_|n_)?(key_value|kv)_(heads|groups)", 2),
     (r"linear_num_key_heads", 2),
     (r"(\w+_)?(num_|n_)?(attention_|query_|value_|index_|mamba_)?n?_?heads?|n_head|multi_query_group_num", HEADS),

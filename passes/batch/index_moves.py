@@ -139,7 +139,7 @@ def _write(node: fx.Node, move: Move) -> State:
     moving = [dim for dim in move.indices if move.index(dim) is not None]
     base, unproved = move.states[0], Across(node, _UNPROVED, FIX)
     if not moving:
-        return NotImplemented
+        return _beside_rows(move)
     if any(move.call.operands[move.indices[dim]].dtype in (torch.bool, torch.uint8) for dim in moving):
         return _masked(move) or unproved
     if not pointed:
@@ -161,6 +161,24 @@ def _write(node: fx.Node, move: Move) -> State:
     if _counts_up(node, move, own):
         return Rows(place, own.points.order, Points(own.order, own.place.outer, own.place.inner, each=True))
     return Rows(place, own.points.order) if _source_beside(move, dim, own) else unproved
+
+
+def _beside_rows(move: Move) -> State:
+    """Return the rows of `x[:, :, i] = value`: those of x, if i is of later dims and no row of the value is moved."""
+    base, value = move.states[0], None if move.source is None else move.states[move.source]
+    if not isinstance(base, Rows) or target_name(move.call.target) != "index_put" or base.points is not None:
+        return NotImplemented
+    at = sorted(move.indices)
+    masks = any(move.call.operands[i].dtype in (torch.bool, torch.uint8) for i in move.indices.values())
+    if masks or base.place.dim >= at[0] or at != list(range(at[0], at[0] + len(at))):
+        return NotImplemented
+    if value is None:
+        return base
+    assert move.source is not None
+    full, tensor = move.wide + move.call.operands[0].ndim - len(at), move.call.operands[move.source]
+    if not isinstance(value, Rows) or full - base.place.dim != tensor.ndim - value.place.dim:
+        return NotImplemented
+    return base if base == replace(value, place=replace(value.place, dim=base.place.dim)) else NotImplemented
 
 
 def _masked(move: Move) -> Rows | None:

@@ -148,6 +148,8 @@ def below(node: fx.Node) -> Size | None:
     """Return a size that a node's integers, which are at least 0, are known to be below; None if none is known."""
     if node.op != "call_function":
         return None
+    if (bound := _as_index(node)) is not None:
+        return bound
     source = node.all_input_nodes[0] if node.all_input_nodes else None
     if is_getitem(node) and node.args[1] == 1:
         assert source is not None
@@ -166,8 +168,11 @@ def below(node: fx.Node) -> Size | None:
         case "clamp" if call.arg(1, "min") is not None and call.arg(1, "min") >= 0 and call.arg(2, "max") is not None:
             return max(call.arg(1, "min"), call.arg(2, "max")) + 1
         case "cat" | "concat" | "stack":
-            bounds = [below(o) for o in operands(node)]
-            return max(bounds) if all(isinstance(n, int) for n in bounds) else None  # type: ignore[type-var]
+            return _largest(operands(node))
+        case "where" if len(node.args) == 3:
+            return _largest(node.args[1:])
+        case "masked_fill":
+            return _largest(node.args[::2])
         case "index" | "gather" | "index_select":
             return None if source is None else below(source)
         case "to" | "_to_copy" if source is not None and info(source).dtype.is_floating_point:
@@ -175,6 +180,23 @@ def below(node: fx.Node) -> Size | None:
         case base if base in SAME_VALUES and source is not None:
             return below(source)
     return None
+
+
+def _as_index(node: fx.Node) -> Size | None:
+    """Return the size that a node's integers index, by ops that take no other numbers; None if none does."""
+    for user in node.users:
+        source, *rest = user.args if user.op == "call_function" and user.args else (None,)
+        if op_name(user) == "embedding" and rest[0] is node:
+            return info(source).shape[0]  # type: ignore[arg-type]
+        if op_name(user) == "gather" and rest[1] is node:
+            return info(source).shape[rest[0]]  # type: ignore[arg-type,index]
+    return None
+
+
+def _largest(values: Sequence[object]) -> int | None:
+    """Return the largest of the sizes that nodes and numbers are below; None unless all are known numbers."""
+    bounds = [below(x) if isinstance(x, fx.Node) else x + 1 if isinstance(x, int) and x >= 0 else None for x in values]
+    return max(bounds) if all(isinstance(n, int) for n in bounds) else None  # type: ignore[type-var]
 
 
 def is_range(node: fx.Node) -> bool:

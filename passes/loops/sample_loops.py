@@ -34,6 +34,7 @@ from autoptd.layout.sample_rows import PLAIN, SampleRows
 from autoptd.passes.data_checks import without_data_checks
 from autoptd.passes.loops.block_attention import attend_apart, block_of
 from autoptd.passes.loops.blocks import blocks_of, literal
+from autoptd.passes.loops.empty_masks import Turns, TurnsOnRows
 from autoptd.passes.loops.join import JOIN
 from autoptd.passes.loops.row_writes import RowWrites, sample_index
 from autoptd.passes.traced_reads import Recipe, TracedReads, eager
@@ -73,12 +74,13 @@ def reading(
     known: KnownInputs | None,
     rows: Mapping[str, SampleRows],
     left_out: set[str],
+    turns: Turns,
     apart: Mapping[str, Tensor],
     given: Mapping[str, Tensor],
 ) -> Iterator[None]:
     """Wrap a traced pass over inputs `given`, `apart` with their samples in dim 0. known: set if loops over samples are
-    recorded. left_out: gets the places of checks of data."""
-    with without_data_checks(left_out):
+    recorded. left_out: gets the places of checks of data. turns: which turns that rows decide on are left out."""
+    with without_data_checks(left_out), TurnsOnRows(turns):
         if known is None:
             with TracedReads(left_out):
                 yield

@@ -208,21 +208,6 @@ def _bag_length(offsets: Any) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def write_parts_of_expanded(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite a slice of a dim that `expand` made to a smaller `expand`: every part of it is the same."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.slice.Tensor:
-            continue
-        wide, dim = node.args[0], (*node.args, 0)[1]
-        if wide.op != "call_function" or wide.target is not aten.expand.default:
-            continue
-        source = wide.args[0]
-        at = dim % info(wide).ndim - (info(wide).ndim - info(source).ndim)
-        if at < 0 or (info(source).shape[at] == 1 and info(node).shape[dim] != 0):
-            node.target = aten.expand.default
-            node.args, node.kwargs = (source, list(info(node).shape)), {}
-
-
 def write_convolution_padding_as_numbers(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite the padding "same" or "valid" of a convolution to numbers; where sides differ, `pad` comes first."""
     for node in list(graph.nodes):

@@ -38,7 +38,6 @@ from autoptd.passes.normalise.canonicalize import (
     write_grouped_mm,
     write_masked_put_as_where,
     write_native_dropout_as_dropout,
-    write_parts_of_expanded,
     write_slices_of_samples_as_chunk,
     write_sums_by_index,
     write_views_as_reshape,
@@ -51,14 +50,16 @@ from autoptd.passes.normalise.masks import name_causal_masks
 from autoptd.passes.normalise.refuse import refuse_random, refuse_sparse, refuse_sparse_tensors
 from autoptd.passes.normalise.scalar_types import settle_scalar_types
 from autoptd.passes.normalise.sizes import fold_sizes
-from autoptd.passes.random.draws import forget_likes, write_random_as_draws
+from autoptd.passes.random.draws import forget_likes, number_calls, write_random_as_draws
 from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
-from autoptd.passes.rewrites.masked_rows import follow_masked_rows, mark_masked_rows, name_masked_sizes
+from autoptd.passes.rewrites.expanded import write_parts_of_expanded
+from autoptd.passes.rewrites.masked_rows import follow_masked_rows
 from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows
+from autoptd.passes.rewrites.row_selections import mark_masked_rows, name_masked_sizes
 from autoptd.passes.trace.traced import Traced
 
 Pass = Callable[[fx.Graph, Traced], None]
@@ -108,6 +109,7 @@ def _check(graph: fx.Graph) -> None:
 
 
 PREPARE: list[Pass] = [
+    number_calls,
     inline_regions,
     write_own,
     drop_asserts,

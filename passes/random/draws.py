@@ -16,7 +16,7 @@ from torch import fx
 
 from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples, makes_new, place_by_shape, sample_place
-from autoptd.passes.graph import WRITTEN_FOR, info, operands, user_op_name, write_op
+from autoptd.passes.graph import CALL, WRITTEN_FOR, info, operands, user_op_name, write_op
 from autoptd.passes.opcall import TensorInfo, is_random
 from autoptd.passes.random.distributions import DISTRIBUTIONS, Shape
 from autoptd.passes.rules.views import same
@@ -24,6 +24,14 @@ from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
 LIKE = "like"  # keyword of a draw: the tensor that shows which rows belong to which sample
+
+
+def number_calls(graph: fx.Graph, traced: Traced) -> None:
+    """Number the random calls of a forward pass, also those whose results nothing reads: they are dropped later."""
+    for node in graph.nodes:
+        if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
+            node.meta[CALL] = traced.random_calls
+            traced.random_calls += 1
 
 
 def write_random_as_draws(graph: fx.Graph, traced: Traced) -> None:
@@ -53,7 +61,14 @@ def given_of(target: Any, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
     return {a.name: a.default_value for a in schema} | dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-_DRAWS_NOTHING = {"dropout": 0, "p": 0, "train": False, "training": False, "num_layers": 1}  # LSTM: between layers only
+_DRAWS_NOTHING = {
+    "dropout": 0,
+    "dropout_p": 0,
+    "p": 0,
+    "train": False,
+    "training": False,
+    "num_layers": 1,
+}  # LSTM: between layers only
 
 
 def draws(target: Any, args: Sequence[Any], kwargs: Any) -> bool:

@@ -63,6 +63,14 @@ def select_layers(trace: Callable[[frozenset[int]], ExportedProgram], rates: Map
     return full
 
 
+def equal_programs(a: Any, b: Any) -> bool:
+    """Return whether two programs of one model compute the same by the same calls."""
+    try:
+        return not _Alignment(a, b, frozenset()).replaced()
+    except (UnsupportedOp, ValueError):
+        return False
+
+
 def skipping_masks(graph: fx.Graph, *, of_gradients: bool) -> dict[fx.Node, frozenset[fx.Node]]:
     """Return the masks of the layers that alone read each node, empty for what is read elsewhere too.
 
@@ -129,6 +137,9 @@ def _write(program: ExportedProgram, found: Mapping[fx.Node, tuple[int, fx.Node]
             kept.meta = dict(value.meta)
             results.kwargs = {name: kept if x is value else x for name, x in results.kwargs.items()}
         results.args = substitute(results.args, lambda n, old=value, new=made: new if n is old else n)
+    for branch, layer in masks.items():
+        draws[branch].replace_all_uses_with(layer.mask)
+        graph.erase_node(draws[branch])
 
 
 def _samples(program: ExportedProgram) -> fx.Node:
@@ -230,6 +241,7 @@ class _Alignment:
         first = 0
         while first < len(mine) and self._equal(theirs[first], mine[first], exactly=more > 0):
             self.same[mine[first]] = theirs[first]
+            self.symbols |= _symbols(mine[first], theirs[first])
             first += 1
         if not more and first < len(mine):
             raise refusal(source_line(theirs[first]))
@@ -238,6 +250,7 @@ class _Alignment:
             if not self._equal(a, b):
                 raise refusal(source_line(a))
             self.same[b] = a
+            self.symbols |= _symbols(b, a)
 
     def _equal(self, a: fx.Node, b: fx.Node, exactly: bool = False) -> bool:
         """Return whether two nodes are equal calls. `b` may read other values than those of a layer."""

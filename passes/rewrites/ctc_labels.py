@@ -13,7 +13,7 @@ from torch import fx
 
 from autoptd.passes.graph import info, operands, write_op
 from autoptd.passes.normalise.drop import share_repeated
-from autoptd.passes.rewrites.masked_rows import masked_rows
+from autoptd.passes.rewrites.row_selections import masked_rows
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten

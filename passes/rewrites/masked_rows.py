@@ -4,10 +4,12 @@
     f(x[mask])     an op of each row                   ->  the op of all rows
     sum over rows  a sum, a mean, a loss               ->  of where(mask, rows, 0); a mean's divisor is mask.sum()
     y[mask] = ...  the rows, back at their places      ->  where(mask, rows, y)
+    y.index_add    the rows, added at their places     ->  y + where(mask, rows, 0), summed over the mask's other dims
 
-First a size that counts selected rows is named after all of them, and each selection becomes a `masked_rows` node; when
-every op has its final form, ops of rows are followed by their rules, and reductions masked. Everything else that such
-rows can be used for depends on how many they are, and is refused: their order, their number, draws of random numbers.
+First a size that counts selected rows is named after all of them, and each selection becomes a `masked_rows` node
+(`row_selections.py`); when every op has its final form, ops of rows are followed by their rules, and reductions masked.
+Everything else that such rows can be used for depends on how many they are, and is refused: their order, their number,
+draws of random numbers.
 
 The fill is in the domain of most functions (0.5, 0 for integers), so that rows that are not selected have finite
 gradients, which the mask makes zero.
@@ -15,196 +17,24 @@ gradients, which the mask makes zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
-import sympy
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from autoptd.errors import UnsupportedOp
 from autoptd.passes.batch.batch_dims import SamplePlace, makes_new
 from autoptd.passes.batch.batch_independence import SUMS, output_places
 from autoptd.passes.batch.rows import Order, Rows
-from autoptd.passes.graph import info, is_getitem, numel, op_call, op_name, operands, source_line, write_op
+from autoptd.passes.graph import info, is_getitem, numel, op_call, operands, write_op
 from autoptd.passes.normalise.drop import share_repeated
-from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.opcall import Size, is_random
 from autoptd.passes.random.draws import given_of
+from autoptd.passes.rewrites.row_selections import INDICES, add_rows, masked_rows, put_rows, refuse
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
 _BY_CLASS = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
-_FIX = (
-    "sum over the selected rows, or keep all rows and multiply by the mask: (loss * mask).sum() / mask.sum(); "
-    "use mask.sum() for their number"
-)
-
-
-def masked_rows(x: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """Return rows of x [..., *mask.shape, ...] with the dims of the mask, from `dim` on, as one."""
-    return x.flatten(dim, dim + mask.ndim - 1)
-
-
-def put_rows(x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-    """Return x [*mask.shape, ...] with the selected ones of all `rows` in place of its own."""
-    spread = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
-    return torch.where(spread, rows.reshape(x.shape), x)
-
-
-def name_masked_sizes(graph: fx.Graph, traced: Traced) -> None:
-    """Give sizes that count selected rows the size of the mask, where they are sizes of tensors only."""
-    named: dict[sympy.Symbol, fx.Node] = {}
-    for node in graph.nodes:
-        if found := _selection(node):
-            size = node.meta["val"].shape[found.dim].node.expr
-            shape = [
-                sympy.sympify(n.node.expr if isinstance(n, torch.SymInt) else n) for n in found.mask.meta["val"].shape
-            ]
-            if isinstance(size, sympy.Symbol) and not any(n.free_symbols - traced.symbol.keys() for n in shape):
-                named[size] = found.mask
-                traced.symbol[size] = in_sympy(sympy.prod(shape).subs(traced.symbol))
-    if not named:
-        return
-    for node in graph.nodes:
-        new = _symbols(node) & named.keys() if node.target not in _INDICES and not _selection(node) else set()
-        if new and not any(new & _symbols(x) for x in node.all_input_nodes):
-            _refuse(node, "makes as many rows as a mask selects")
-    _write_counts(graph, named)
-
-
-def _symbols(node: fx.Node) -> set[sympy.Symbol]:
-    """Return the symbols of the sizes of a tensor, or of a size."""
-    value = node.meta.get("val")
-    sizes = [n for x in (value if isinstance(value, (tuple, list)) else [value]) for n in getattr(x, "shape", [x])]
-    return {s for n in sizes if hasattr(n, "node") for s in n.node.expr.free_symbols}
-
-
-@dataclass(frozen=True)
-class _Selection:
-    """Rows of `x` that a mask selects, whose dim in the result is `dim`."""
-
-    x: fx.Node
-    mask: fx.Node
-    dim: int
-
-
-def _selection(node: fx.Node) -> _Selection | None:
-    """Return the selection that a node is: `x[mask]`, `x[mask.nonzero()...]`, `x.masked_select(mask)`; else None."""
-    if node.op != "call_function" or node.target not in _SELECTS:
-        return None
-    val, args = node.meta.get("val"), list[Any](node.args)
-    if node.target is aten.index.Tensor:
-        found = _only_mask(args[1])
-    elif node.target is aten.index_select.default:
-        found = _only_mask([*[None] * int(args[1]), args[2]])
-    else:
-        found = (args[1], 0) if args[0].meta["val"].shape == args[1].meta["val"].shape else None
-    if found is None or not isinstance(val, Tensor) or not _counts_rows(val.shape[found[1]]):
-        return None
-    return _Selection(args[0], *found)
-
-
-_SELECTS = (aten.index.Tensor, aten.index_select.default, aten.masked_select.default)
-
-
-_INDICES = (aten.nonzero.default, aten.where.default)
-
-
-def _counts_rows(size: Any) -> bool:
-    """Return whether a size depends on data."""
-    symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
-    return bool(symbols) and all(str(s).startswith("u") for s in symbols)
-
-
-def _only_mask(indices: Any) -> tuple[fx.Node, int] | None:
-    """Return the mask that is the only index of an op, itself or as indices of what is true, and its position."""
-    given = [(index, i) for i, index in enumerate(indices) if index is not None]
-    if len(given) == 1 and given[0][0].meta["val"].dtype is torch.bool:
-        return given[0]
-    columns = [_column(index) for index, _ in given]
-    mask, first = next(((c[0], i) for c, (_, i) in zip(columns, given, strict=True) if c), (None, 0))
-    if mask is None or columns != [(mask, k) for k in range(mask.meta["val"].ndim)]:
-        return None
-    return (mask, first) if [i for _, i in given] == list(range(first, first + len(given))) else None
-
-
-def _column(index: fx.Node) -> tuple[fx.Node, int] | None:
-    """Return the mask, and which of its dims, of indices where it is true."""
-    column = 0
-    while index.op == "call_function" and index.target not in _INDICES:
-        name, args = op_name(index), index.args
-        owner: Any = args[0]
-        if name == "getitem" and (owner.target is aten.where.default or owner.args[1:] == (1,)):
-            column, index = args[1], owner if owner.target is aten.where.default else owner.args[0]  # type: ignore[assignment]
-        elif name == "select" and args[1] in (1, -1):
-            column, index = args[2], args[0]  # type: ignore[assignment]
-        elif name in ("squeeze", "view", "reshape", "flatten", "alias") and index.meta["val"].ndim == 1:
-            index = args[0]  # type: ignore[assignment]
-        else:
-            return None
-    if index.op != "call_function":
-        return None
-    mask = index.args[0]
-    assert isinstance(mask, fx.Node)
-    return mask, column % mask.meta["val"].ndim
-
-
-def _write_counts(graph: fx.Graph, named: dict[sympy.Symbol, fx.Node]) -> None:
-    """Replace numbers of selected rows that a tensor is divided by, and refuse those that are used otherwise."""
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if not isinstance(value, (torch.SymInt, torch.SymFloat)) or not value.node.expr.free_symbols & named.keys():
-            continue
-        for user in list(node.users):
-            if isinstance(user.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)) or _is_shape(user, node):
-                continue
-            mask = named.get(value.node.expr)
-            if mask is None or user.target not in (aten.div.Tensor, aten.mul.Tensor):
-                _refuse(user, "reads the number of rows that a mask selects")
-            with graph.inserting_before(user):
-                count = graph.call_function(aten.sum.default, (mask,))
-                count.meta = {k: v for k, v in user.meta.items() if k in ("nn_module_stack", "stack_trace")}
-                with mask.meta["val"].fake_mode:
-                    count.meta["val"] = torch.empty((), dtype=torch.int64)
-            user.replace_input_with(node, count)
-
-
-def _is_shape(user: fx.Node, size: fx.Node) -> bool:
-    """Return whether an op takes a size as one of its result's, and draws no numbers."""
-    listed = any(isinstance(a, (list, tuple)) and size in a for a in (*user.args, *user.kwargs.values()))
-    return listed and (makes_new(user) or op_name(user) in ("view", "reshape", "expand", "unflatten", "_unsafe_view"))
-
-
-def mark_masked_rows(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite selections, and writes of selected rows to their places, as nodes that `follow_masked_rows` rewrites."""
-    for node in list(graph.nodes):
-        made: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
-        if found := _selection(node):
-            made = masked_rows, (found.x, found.mask, found.dim)
-        elif rows := _put_back(node):
-            made = put_rows, (node.args[0], *rows)
-        if made is not None:
-            with graph.inserting_before(node):
-                new = write_op(graph, node, *made, info(node).shape, info(node).dtype)
-            new.meta["info"] = info(node)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-
-
-def _put_back(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return mask and rows of a write of as many rows as a mask selects."""
-    if node.target is aten.index_put.default and node.args[3:] in ((), (False,)):
-        found, rows = _only_mask(node.args[1]), node.args[2]
-    elif node.target is aten.masked_scatter.default:
-        found, rows = _only_mask([node.args[1]]), node.args[2]
-    else:
-        return None
-    value = rows.meta.get("val") if isinstance(rows, fx.Node) else None
-    if found is None or found[1] != 0 or not isinstance(value, Tensor) or not value.ndim:
-        return None
-    return (found[0], rows) if _counts_rows(value.shape[0]) else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -238,17 +68,17 @@ class MaskedRows:
         if not given:
             return
         masks = {s.mask for s in given.values()}
-        if node.target is put_rows:
+        if node.target in _BACK:
             masks.add(node.args[1])  # type: ignore[arg-type]
         if len(masks) > 1:
-            _refuse(node, "combines rows that different masks select")
-        if node.target is put_rows:
+            refuse(node, "combines rows that different masks select")
+        if node.target in _BACK:
             if given.keys() != {2} or given[2].place != SamplePlace(0):
-                _refuse(node, "moves rows that a mask selects")
+                refuse(node, "moves rows that a mask selects")
             return
         (mask,) = masks
         if node.op == "output" or is_random(node.target):
-            _refuse(node, "draws random numbers for" if node.op != "output" else "returns", "rows that a mask selects")
+            refuse(node, "draws random numbers for" if node.op != "output" else "returns", "rows that a mask selects")
         for reduced in (self._loss, self._mean):
             if reduced(node, given, mask):
                 return
@@ -258,7 +88,7 @@ class MaskedRows:
         size, call = numel(info(mask).shape), op_call(node)
         for i, x in enumerate(operands(node)):
             if i not in given and size in info(x).shape and not makes_new(x):
-                _refuse(node, "combines all rows with those that a mask selects")
+                refuse(node, "combines all rows with those that a mask selects")
         found = output_places(call, {i: Rows(s.place, Order(size, mask)) for i, s in given.items()})
         if found == SUMS and node.target in (
             aten.sum.default,
@@ -270,7 +100,7 @@ class MaskedRows:
                 self._mask_operand(node, operands(node)[i], given[i], 0)
             return
         if isinstance(found, str) or any(place is None for place in found):
-            _refuse(node, "works across rows that a mask selects")
+            refuse(node, "works across rows that a mask selects")
         self.states[node] = tuple(None if place is None else _Selected(mask, place) for place in found)
 
     def _mask_operand(self, node: fx.Node, x: fx.Node, selected: _Selected, fill: float) -> None:
@@ -284,6 +114,11 @@ class MaskedRows:
         number = write_op(self.graph, like, aten.scalar_tensor.default, (fill,), (), kind, {"dtype": kind})
         spread = self.spread(like, selected, shape)
         return write_op(self.graph, like, aten.where.self, (spread, x, number), shape, kind)
+
+    def reshaped(self, like: fx.Node, x: object, shape: tuple[Size, ...]) -> fx.Node:
+        """Insert x in another shape."""
+        kind = info(x).dtype  # type: ignore[arg-type]
+        return write_op(self.graph, like, aten.reshape.default, (x, list(shape)), shape, kind)
 
     def spread(self, like: fx.Node, selected: _Selected, shape: Sequence[Size]) -> fx.Node:
         """Insert the mask of rows as [1, ..., rows, ..., 1]."""
@@ -332,11 +167,11 @@ class MaskedRows:
         x, target = operands(node)[:2]
         if node.target in _BY_CLASS and not info(target).dtype.is_floating_point:
             if not {0, 1} <= given.keys() or given[0].place != SamplePlace(0):
-                _refuse(node, "combines all rows with those that a mask selects")
+                refuse(node, "combines all rows with those that a mask selects")
             self._mask_operand(node, target, given[1], named["ignore_index"])
             return True
         if not {0, 1} <= given.keys() or info(x).shape != info(target).shape or node.target in _BY_CLASS:
-            _refuse(node, "is not known of rows that a mask selects")
+            refuse(node, "is not known of rows that a mask selects")
         with self.graph.inserting_before(node):
             named["reduction"], shape = 0, info(x).shape
             each = write_op(self.graph, node, node.target, tuple(named.values()), shape, info(node).dtype)
@@ -351,33 +186,49 @@ class MaskedRows:
 
 def follow_masked_rows(graph: fx.Graph, traced: Traced) -> None:
     """Mask what is computed from selected rows, and write their selection as all rows. Raises UnsupportedOp."""
-    if not any(n.target in (masked_rows, put_rows) for n in graph.nodes):
+    if not any(n.target in (masked_rows, *_BACK) for n in graph.nodes):
         return
     for node in graph.nodes:
-        if node.target in _INDICES:
-            _refuse(node, "gives indices that are used other than to select rows")
+        if node.target in INDICES:
+            refuse(node, "gives indices that are used other than to select rows")
     share_repeated(graph, traced)  # masks are the same if they are computed alike
     follower = MaskedRows(graph)
     for node in list(graph.nodes):
         follower.follow(node)
-    for node in [n for n in graph.nodes if n.target in (masked_rows, put_rows)]:
-        x, mask = node.args[:2]
-        with graph.inserting_before(node):
-            if node.target is masked_rows:
-                shape = list(info(node).shape)
-                rows = write_op(graph, node, aten.reshape.default, (x, shape), info(node).shape, info(node).dtype)
-                fill = 0.5 if info(node).dtype.is_floating_point or info(node).dtype.is_complex else 0
-                made = follower.where(node, rows, follower.states[node][0], fill)  # type: ignore[arg-type]
-            else:
-                ones = (*info(mask).shape, *(1,) * (info(x).ndim - info(mask).ndim))
-                spread = write_op(graph, node, aten.reshape.default, (mask, list(ones)), ones, torch.bool)
-                kind = info(node).dtype
-                rows = write_op(
-                    graph, node, aten.reshape.default, (node.args[2], list(info(x).shape)), info(x).shape, kind
-                )
-                made = write_op(graph, node, aten.where.self, (spread, rows, x), info(x).shape, kind)
-        node.replace_all_uses_with(made)
+    for node in list(graph.nodes):
+        write = {masked_rows: _all_rows, put_rows: _put, add_rows: _add}.get(node.target)
+        if write is not None:
+            with graph.inserting_before(node):
+                made = write(follower, node)
+            node.replace_all_uses_with(made)
 
 
-def _refuse(node: fx.Node, does: str, what: str = "") -> NoReturn:
-    raise UnsupportedOp(f"{op_name(node)} {does} {what}".strip(), where=source_line(node), fix=_FIX)
+_BACK = (put_rows, add_rows)  # of rows to their places
+
+
+def _all_rows(follower: MaskedRows, node: fx.Node) -> fx.Node:
+    selected, floats = follower.states[node][0], info(node).dtype.is_floating_point or info(node).dtype.is_complex
+    assert selected is not None
+    return follower.where(node, follower.reshaped(node, node.args[0], info(node).shape), selected, 0.5 if floats else 0)
+
+
+def _put(follower: MaskedRows, node: fx.Node) -> fx.Node:
+    x, mask, rows = node.args
+    shape, kind = info(node).shape, info(node).dtype
+    spread = follower.reshaped(node, mask, (*info(mask).shape, *(1,) * (len(shape) - info(mask).ndim)))  # type: ignore[arg-type]
+    return write_op(
+        follower.graph, node, aten.where.self, (spread, follower.reshaped(node, rows, shape), x), shape, kind
+    )
+
+
+def _add(follower: MaskedRows, node: fx.Node) -> fx.Node:
+    x, mask, rows, column = node.args
+    shape, wide = info(node).shape, info(mask).shape  # type: ignore[arg-type]
+    selected = follower.state(rows)  # type: ignore[arg-type]
+    assert selected is not None
+    kept = follower.where(node, rows, selected, 0)  # type: ignore[arg-type]
+    others = [d for d in range(len(wide)) if d != column]
+    kept = follower.reshaped(node, kept, (*wide, *shape[1:]))
+    if others:
+        kept = write_op(follower.graph, node, aten.sum.dim_IntList, (kept, others), shape, info(node).dtype)
+    return write_op(follower.graph, node, aten.add.Tensor, (x, kept), shape, info(node).dtype)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,27 +180,22 @@ class AttributeWatch:
         return self.watched.get(id(vars(module)), frozenset())
 
 
-class _Quiet:
-    """Base that keeps the subclasses made here from registering with the user's base classes."""
-
-    def __init_subclass__(cls, **options: object) -> None:
-        pass
-
-
 class _Watched:
-    """Descriptor of an instance attribute that records reads."""
+    """Descriptor of an instance attribute that records reads. `default`: the class's own value, if it has one."""
 
-    def __init__(self, name: str, read: set[Read]) -> None:
-        self.name, self.read = name, read
+    def __init__(self, name: str, read: set[Read], default: object) -> None:
+        self.name, self.read, self.default = name, read, default
 
     def __get__(self, instance: object, owner: type) -> Any:
-        if instance is None:
+        if instance is not None:
+            held = vars(instance)
+            self.read.add((id(held), self.name))
+            if self.name in held:
+                return held[self.name]
+        if self.default is _MISSING:
             raise AttributeError(self.name)
-        held = vars(instance)
-        self.read.add((id(held), self.name))
-        if self.name not in held:
-            raise AttributeError(self.name)
-        return held[self.name]
+        bind = getattr(type(self.default), "__get__", None)
+        return self.default if bind is None else bind(self.default, instance, owner)
 
     def __set__(self, instance: object, value: object) -> None:
         vars(instance)[self.name] = value
@@ -207,44 +204,58 @@ class _Watched:
         del vars(instance)[self.name]
 
 
+_MISSING = object()
 Caller = Callable[..., Any]  # (module, its class's __call__, args, kwargs) -> the call's result
 
 
-def install(model: nn.Module, called: Callable[[nn.Module], bool], caller: Caller) -> AttributeWatch:
-    """Watch the attributes in which modules of one structure differ, and route calls of the modules that `called`
-    selects through `caller`. Changes the classes of the model's modules: pass a copy that is discarded afterwards."""
+def watch_of(model: nn.Module) -> AttributeWatch:
+    """Return the attributes to watch: those in which modules of one structure differ."""
     watch = AttributeWatch()
     structures = _structures(model)
-    made: dict[tuple[type, frozenset[str], bool], type] = {}
     for module in model.modules():
         names, several = structures[id(module)]
-        call = called(module)
-        if not names and not call:
-            continue
-        key = type(module), names, call
-        if key not in made:
-            made[key] = _subclass(type(module), names, watch.read, caller if call else None)
-        try:
-            object.__setattr__(module, "__class__", made[key])
-        except TypeError:  # the class has another instance layout: its modules are described with all attributes
-            continue
-        watch.watched[id(vars(module))] = names
+        own = frozenset(n for n in names if not hasattr(getattr(type(module), n, None), "__set__"))
+        if own:
+            watch.watched[id(vars(module))] = own
         if several:
             watch.several.add(id(vars(module)))
     return watch
 
 
-def _subclass(base: type, names: Iterable[str], read: set[Read], caller: Caller | None) -> type:
-    """Return a class with its base's name whose instances have `names` watched and calls routed to `caller`."""
-    members: dict[str, object] = {name: _Watched(name, read) for name in names}
-    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    if caller is not None:
+@contextmanager
+def watching(
+    model: nn.Module, watch: AttributeWatch, called: Callable[[nn.Module], bool], caller: Caller
+) -> Iterator[None]:
+    """Record reads of watched attributes within, and route calls of the modules that `called` selects through `caller`.
 
-        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
-            return caller(module, base.__call__, args, kwargs)  # type: ignore[operator]
+    The modules' classes are changed in place, not replaced: forward may compare `type(module)`.
+    """
+    classes: dict[type, set[str]] = {}
+    for module in model.modules():
+        if type(module) is not nn.Module and (watch.names(module) or called(module)):
+            classes.setdefault(type(module), set()).update(watch.names(module))
+    before = {(c, name): vars(c).get(name, _MISSING) for c, names in classes.items() for name in ("__call__", *names)}
 
-        members["__call__"] = call
-    return type(base)(base.__name__, (_Quiet, base), members)
+    def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+        return caller(module, original, args, kwargs)
+
+    def original(module: nn.Module, *args: object, **kwargs: object) -> object:
+        """Call a module as its class does without the change."""
+        found = (before.get((c, "__call__"), vars(c).get("__call__", _MISSING)) for c in type(module).__mro__)
+        own: Any = next(f for f in found if f is not _MISSING)
+        return own(module, *args, **kwargs)
+
+    try:
+        for (c, name), _ in before.items():
+            default = inspect.getattr_static(c, name, _MISSING)
+            setattr(c, name, call if name == "__call__" else _Watched(name, watch.read, default))
+        yield
+    finally:
+        for (c, name), own in before.items():
+            if own is _MISSING:
+                delattr(c, name)
+            else:
+                setattr(c, name, own)
 
 
 def _structures(model: nn.Module) -> Mapping[int, tuple[frozenset[str], bool]]:

@@ -18,6 +18,7 @@ This uses torch's private tracer (`torch.fx.experimental.proxy_tensor`, seen in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.nn.modules import module as module_state
 from torch.utils import _pytree as pytree
 
-from autoptd.passes.trace.repeat_state import Read, Same, Unknown, atom, describe, install, state
+from autoptd.passes.trace.repeat_state import Read, Same, Unknown, atom, describe, state, watch_of, watching
 
 _LIBRARY = torch.library.Library("autoptd_trace", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout,)  # without it, the tracer stores copies of all arguments, as strides might matter
@@ -76,8 +77,12 @@ class Repeats:
         self._known: dict[Hashable, list[Capture]] = {}
         self._refused: set[Hashable] = set()
         self._modules = {id(vars(m)): m for m in model.modules() if _is_compared(m)}
-        self._watch = install(model, _is_compared, self._run_call)
+        self._model, self._watch = model, watch_of(model)
         self._keys = 0
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context in which the model is traced."""
+        return watching(self._model, self._watch, _is_compared, self._run_call)
 
     def _run_call(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         base = self._modules.get(id(vars(module)))

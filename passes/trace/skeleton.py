@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import MethodType
 from typing import Any
 
@@ -42,6 +42,24 @@ def skeleton(model: nn.Module, precision: str, device: str, mode: AbstractContex
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
     return copy.deepcopy(model, memo)
+
+
+@torch.no_grad()
+def settle(model: nn.Module, run: Callable[[], Any]) -> None:
+    """Run a forward pass for the modules that it puts in place of others; buffers keep their values.
+
+    Such as a block of BigBird, which attends to all tokens where a batch has few, from its first pass on. Raises
+    InputsError if the model has other parameters afterwards.
+    """
+    held, trained = {name: b.clone() for name, b in model.named_buffers()}, dict(model.named_parameters())
+    with suppress(Exception):  # modules may be replaced, and data be read later
+        run()
+    now = dict(model.named_parameters())
+    if changed := next((n for n in now.keys() | trained.keys() if now.get(n) is not trained.get(n)), ""):
+        raise InputsError("the first pass of forward changes which parameters the model has", where=changed)
+    for name, b in model.named_buffers():
+        if name in held:
+            b.copy_(held[name])
 
 
 def computed_tensors(model: nn.Module) -> list[Tensor]:

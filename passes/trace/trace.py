@@ -24,11 +24,8 @@ from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unse
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
-from autoptd.passes.known.flex_attention import dense_flex_attention
-from autoptd.passes.known.numpy_functions import NUMPY
-from autoptd.passes.known.recurrence import layer_by_layer
-from autoptd.passes.known.replace import casts_that_change_nothing, replaced_functions
-from autoptd.passes.known.scans import SCANS
+from autoptd.passes.known.known import written_to_trace
+from autoptd.passes.loops.empty_masks import Turns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
@@ -48,11 +45,12 @@ from autoptd.passes.trace.lean_export import lean_export, silent_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
-from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, skeleton, without_caches
+from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import PADDED, explain, may_loop, not_copied, placed
 from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
+from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted
 
 
 def trace(
@@ -102,7 +100,7 @@ def _traced(
     several_rows: bool = True,
 ) -> Traced:
     _check_inputs(inputs)
-    _check_modules(model)
+    refuse_scripted(model)
     refuse_unseen_hooks(model)
     names = canonical_names(model)
     batch = count_samples(inputs)
@@ -118,18 +116,13 @@ def _traced(
     fixed = picture_dims(specs) | {(name, 1) for name, row in rows.items() if row.rows > 1}
     exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known), OwnCalls()
     with record_own_calls(own):
-        try:
-            exporter, program = exporter.with_casts(repeats=repeats)
-        except TraceError as error:
-            if isinstance(error, UnsupportedOp) or exporter.with_fixed_sizes() == exporter:
-                raise
-            try:  # such as with a table of positions, which has one size
-                exporter, program = exporter.with_fixed_sizes().with_casts(repeats=repeats)
-            except TraceError:
-                raise error from error.__cause__
+        exporter, program = exporter.exported(repeats=repeats)
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
+        if exporter.turns.rows:
+            program = exporter.run(repeats=False)
+            prove_turns(program, exporter.turns, lambda some: replace(exporter, turns=some).run(repeats=False))
         if exporter.skips.rates:
             program = select_layers(lambda some: exporter.leaving_out(some).run_functional(), exporter.skips.rates)
         else:
@@ -140,7 +133,7 @@ def _traced(
     traced.averaging, traced.rows, traced.left_out = averaging, rows, tuple(sorted(exporter.left_out))
     if known is not None:
         traced.loops, traced.known = True, {name: known.rows[name] for name in sorted(known.used)}
-    traced.own = own
+    traced.own, traced.settled = own, exporter.settled
     values = dict(model.named_buffers(remove_duplicate=False))
     traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
     traced.constants |= {
@@ -184,12 +177,30 @@ class _Exporter:
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
     skips: Skips = field(default_factory=Skips)
     known: KnownInputs | None = None  # set if loops over samples are recorded
+    settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
     left_out: set[str] = field(default_factory=set)  # places of checks of data
+    turns: Turns = field(default_factory=Turns)
 
     def with_fixed_sizes(self) -> _Exporter:
         """Return an exporter for which all sizes but the number of samples are those of the example inputs."""
         every = {(name, d) for name, (shape, _) in self.specs.items() for d in range(1, len(shape))}
         return replace(self, fixed=self.fixed | every)
+
+    def exported(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
+        """Return the graph and its exporter, which has numbers in place of sizes where it cannot be traced without."""
+        first: AutoptdError
+        try:
+            return self.with_casts(repeats=repeats)
+        except UnregisteredTensor as error:
+            other, first = replace(self.with_fixed_sizes(), settled=True), error
+        except TraceError as error:  # such as with a table of positions, which has one size
+            other, first = self.with_fixed_sizes(), error
+            if isinstance(error, UnsupportedOp) or other == self:
+                raise
+        try:
+            return other.with_casts(repeats=repeats)
+        except AutoptdError:
+            raise first from first.__cause__
 
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
@@ -276,14 +287,17 @@ class _Exporter:
         except Exception as error:
             raise not_copied(error) from error
         names = {id(p): name for name, p in self.model.named_parameters()}
-        reads = partial(reading, self.known, self.rows, self.left_out)
+        reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
         objective = self.objective.in_precision(PRECISIONS[self.precision])
         root = Loss(model, objective, names, self.casts, self.rows, reads)
         with mode:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
+            if self.settled:
+                settle(model, lambda: objective.value(model, fake))
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
         refuse_recording_hooks(model)
+        self.turns.rows.clear()
         found = Repeats(model) if repeats else None
         try:
             with (
@@ -296,10 +310,8 @@ class _Exporter:
                 refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss),
                 random_code(self.skips),
-                replaced_functions(self.model, NUMPY | SCANS),
-                casts_that_change_nothing(),
-                dense_flex_attention(),
-                layer_by_layer(),
+                written_to_trace(self.model),
+                nullcontext() if found is None else found.running(),
                 write_assigned_buffers(model, root),
             ):
                 program = refuse_counters(
@@ -370,17 +382,6 @@ def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
             )
     if all(x.ndim == 0 for x in inputs.values()):
         raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
-
-
-def _check_modules(model: nn.Module) -> None:
-    """Raise TraceError for modules already compiled by torch.jit: the tracer cannot see their ops."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(
-                f"{name or 'the model'} was compiled by torch.jit.script or torch.jit.trace, and cannot be traced",
-                where=name,
-                fix="pass the original module instead of the result of torch.jit",
-            )
 
 
 def _counts_samples(x: Tensor, batch: int) -> bool:

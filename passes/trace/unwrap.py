@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from autoptd.errors import InputsError
+from autoptd.errors import InputsError, TraceError
 
 _SHOWN = 4  # places named in an error
 _DP = "pass the wrapped module, model.module: data parallelism is part of the plan"
@@ -207,6 +207,10 @@ def refuse_unsuitable(model: nn.Module) -> None:
             )
 
 
+class UnregisteredTensor(InputsError):
+    """A trainable tensor is used that no module registers, maybe of a module that forward makes."""
+
+
 class RefuseUnregistered(TorchFunctionMode):
     """Mode that raises InputsError if torch is called with a trainable tensor that `model` does not register.
 
@@ -236,7 +240,7 @@ class RefuseUnregistered(TorchFunctionMode):
                 fix="read it as an attribute of the module in forward; a loss takes it from the outputs, or is a "
                 "method of the model",
             )
-        raise InputsError(
+        raise UnregisteredTensor(
             f"a trainable tensor {list(x.shape)} is used that no module registers, so that no optimizer would train it",
             fix="make it an nn.Parameter of the model or of a loss that is an nn.Module, store layers in an "
             "nn.ModuleList; or detach() it if it is a constant",
@@ -275,3 +279,14 @@ def _in_eval(module: nn.Module, name: str, seen: set[int]) -> list[tuple[str, nn
     for key, child in module.named_children():
         found += _in_eval(child, f"{name}.{key}" if name else key, seen)
     return found
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise TraceError for modules already compiled by torch.jit: the tracer cannot see their ops."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{name or 'the model'} was compiled by torch.jit.script or torch.jit.trace, and cannot be traced",
+                where=name,
+                fix="pass the original module instead of the result of torch.jit",
+            )

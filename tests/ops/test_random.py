@@ -130,7 +130,7 @@ def test_ops_have_the_distribution_of_torch(name: str) -> None:
     op, args = OPS[name]
     torch.manual_seed(3)
     theirs = op(*args)
-    ours = TensorWriter(Draw("a", Samples()), RNG).made(op, given_of(op, args, {}), theirs)
+    ours = TensorWriter(Draw("a", 0, Samples()), RNG).made(op, given_of(op, args, {}), theirs)
     assert ours.shape == theirs.shape
     if theirs.ndim == 3:  # the elements of a feature are dropped together
         ours, theirs = ours[..., 0], theirs[..., 0]
@@ -141,14 +141,14 @@ def test_ops_have_the_distribution_of_torch(name: str) -> None:
 
 def test_features_are_dropped_together() -> None:
     op, args = OPS["feature_dropout"]
-    x = TensorWriter(Draw("a", Samples()), RNG).made(op, given_of(op, args, {}), args[0])
+    x = TensorWriter(Draw("a", 0, Samples()), RNG).made(op, given_of(op, args, {}), args[0])
     dropped = (x == 0).double().mean(-1)
     assert set(dropped.flatten().tolist()) == {0.0, 1.0}
 
 
 def test_a_permutation_is_one() -> None:
     op, args = OPS["randperm"]
-    x = TensorWriter(Draw("a", None), RNG).made(op, given_of(op, args, {}), torch.empty(1000, dtype=torch.int64))
+    x = TensorWriter(Draw("a", 0, None), RNG).made(op, given_of(op, args, {}), torch.empty(1000, dtype=torch.int64))
     assert x.sort()[0].equal(torch.arange(1000)) and not x.equal(torch.arange(1000))
 
 

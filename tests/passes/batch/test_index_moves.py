@@ -101,6 +101,23 @@ def routed(m: Model, x: Tensor, keys: Callable[[Tensor], Tensor], counts: Callab
     return x + torch.zeros_like(flat).index_add(0, token, y).view(x.shape)
 
 
+def unknown(keys: Tensor) -> Tensor:
+    """Return the same keys, by arithmetic after which no bound is known."""
+    return keys * 3 - keys * 2
+
+
+def gathered(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Gather scores by keys of which nothing else is known: no index is below 0."""
+    found = list[Tensor]()
+
+    def keys(chosen: Tensor) -> Tensor:
+        found.append(unknown(chosen))
+        return found[0]
+
+    y = routed(m, x, keys, histogram("histc"))
+    return y * (1 + m.router(x.flatten(0, 1)).gather(1, found[0]).sum(1).view(*x.shape[:2], 1))
+
+
 def weights_of_each_row(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     flat = x.flatten(0, 1)
     expert, order = m.router(flat).argmax(-1).sort()
@@ -157,6 +174,15 @@ def written_at_own(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return x * 2
 
 
+def columns_written(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Write columns of each token, then tokens of each sample: a number, and other columns and tokens."""
+    y = x.clone()
+    y[:, :, [0, 2]] = 0.5
+    y[:, :, [1, 3]] = x[:, :, [2, 0]] * 2
+    y[:, [0, 1]] = x[:, [1, 2]]
+    return y
+
+
 def scattered_gates(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     value, chosen = m.router(x).topk(2)
     gates = torch.zeros(*x.shape[:2], EXPERTS, dtype=x.dtype).scatter(2, chosen, value.softmax(-1))
@@ -201,6 +227,10 @@ RIGHT: dict[str, Body] = {
         f"groups counted by {by}": lambda m, x, ids, labels, by=by: routed(m, x, lambda k: k, histogram(by))
         for by in ("histc", "one_hot", "scatter_add")
     },
+    "groups of masked keys": lambda m, x, ids, labels: routed(
+        m, x, lambda k: torch.where(k == 2, 0, k.masked_fill(k == 1, 3)), histogram("histc")
+    ),
+    "groups of keys that gather": gathered,
     "all to one expert": lambda m, x, ids, labels: routed(m, x, lambda k: k * 0 + 2, histogram("one_hot")),
     "weights of each row": weights_of_each_row,
     "choices first": choices_first,
@@ -211,6 +241,10 @@ RIGHT: dict[str, Body] = {
     "masked": masked,
     "written at its own": written_at_own,
     "scattered gates": scattered_gates,
+    "columns written": columns_written,
+    "row of a repeated table": lambda m, x, ids, labels: (
+        x + m.places.weight[:1].expand(x.shape[0], -1).reshape(x.shape[0], 2, -1)[1].flatten()
+    ),
     "loss of sorted rows": loss_of_sorted,
     # a count of the whole batch that depends on inputs alone: known before the first forward pass
     "counts read back": lambda m, x, ids, y: x / (1 + F.one_hot(ids, VOCAB).sum((0, 1))[ids])[..., None],
@@ -255,6 +289,12 @@ def test_all_of_it_trains_as_on_one_process() -> None:
     alone = train_alone(model, [data], optimizer="sgd", optimizer_options=SGD)
     assert max(differences(found.gradients, alone.gradients).values()) < 1e-10
     assert max(differences(found.state, alone.state).values()) < 1e-10
+
+
+def columns_of_others(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, [0, 1]] = x[x[:, 0, 0].argsort()][:, [0, 1]]
+    return y
 
 
 # Moves between samples, or by a sample's position in its batch: (op, line, what is wrong with it).
@@ -357,6 +397,13 @@ WRONG: dict[str, tuple[str, Body]] = {
     ),
     "histogram read back": ("index_add sums", histogram_read_back),
     "groups of others": ("sum sums", groups_of_others),
+    "row of a reshaped table": (
+        "select",
+        lambda m, x, ids, y: x + x[:, 0].reshape(x.shape[0], 2, -1)[1].flatten(),
+    ),
+    "written to each": ("index_put", lambda m, x, ids, y: x.index_put((torch.tensor([0]),), x[:, :1].mean(0)[None])),
+    "columns of others": ("index_put", columns_of_others),
+    "groups of keys below 0": ("grouped_mm", lambda m, x, ids, y: routed(m, x, unknown, histogram("histc"))),
     "written beside": ("add computes", shifted_write),
     "written by an input": ("index_put works", lambda m, x, ids, y: x.index_put((ids[:, 0] % 2,), x)),
     "summed by an input": ("index_add works", lambda m, x, ids, y: x.index_add(0, ids[:, 0] % 2, x)),

@@ -555,6 +555,25 @@ def test_the_model_and_its_classes_are_left_alone() -> None:
     assert dict(vars(Block)) == members
 
 
+class Typed(Block):
+    """Asks for the type of its own inner module, and of itself."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.inner = Block(index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ours = type(self) is Typed and type(self.inner) is Block
+        return self.inner(x) if ours else super().forward(x)
+
+
+def test_a_forward_that_asks_for_types_runs_as_the_model_does(calls: Calls) -> None:
+    traced = assert_as_in_full(stack(Typed), batch())
+    assert calls.count
+    used = [module_stack(n) for n in traced.graph.graph.nodes if n.op == "call_function"]
+    assert any("inner" in str(path) for path in used)
+
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
 GROUPED = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
 

@@ -1,0 +1,333 @@
+"""Branches on whether a mask selects anything, and loops over the experts that some row chose.
+
+    for e in (mask.sum((-1, -2)) > 0).nonzero():         the turns of experts that no row chose are left out
+        slot, row = torch.where(mask[e])
+        if row.numel() == 0: continue                    likewise
+        out.index_add_(0, row, expert(x[row]))
+
+The trace takes every turn. That is exact if a turn without rows changes nothing: two more traces leave out every second
+turn, and must equal the full one without the writes of these turns' rows. Rows are told by the symbol of their number,
+which torch.export makes for each `where` and `nonzero`. A mask of no choices is one that only zeros sum to zero in.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+from torch import SymBool, Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.graph import op_name, source_line
+from autoptd.passes.normalise.drop import drop_asserts
+from autoptd.passes.random.skipped_layers import equal_programs
+from autoptd.passes.traced_reads import eager
+
+Key = tuple[int, ...]  # of a turn: the numbers of the loops and turns that it is in, and its own
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a trace that rows decide on. without: those left out, as for masks that select nothing.
+
+    rows: turn -> symbols of the numbers of its rows, filled in while the model is traced.
+    """
+
+    without: frozenset[Key] = frozenset()
+    rows: dict[Key, set[sympy.Symbol]] = field(default_factory=dict)
+
+    def halves(self) -> Iterator[frozenset[Key]]:
+        """Yield every second turn, and the others."""
+        keys = list(self.rows)
+        for half in (keys[::2], keys[1::2]):
+            if half:
+                yield frozenset(half)
+
+
+# ---- what tensors are, while the model is traced ----
+
+
+@dataclass(frozen=True)
+class _Count:
+    """A tensor without numbers below zero, such as a mask; whether each entry of dim 0 has any other than zero."""
+
+    mask: Tensor
+    classes: tuple[int, int] | None = None  # dim, and how many of its entries may be other than zero
+    total: bool = False  # sums over all dims but the first
+    chosen: bool = False  # whether these are above zero
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Numbers of classes."""
+
+    below: int
+
+
+@dataclass(frozen=True)
+class _Hits:
+    """The entries of dim 0 of a mask that has anything there, as `nonzero` gives them, after `form`."""
+
+    mask: Tensor
+    form: Tensor  # the same of all entries
+
+
+@dataclass(frozen=True)
+class _Hit:
+    """The number of an entry whose turn it is."""
+
+    entry: int
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An entry of dim 0 of a mask."""
+
+    entry: int
+    mask: Tensor
+
+
+_SAME = {  # functions after which a mask is the same mask
+    *("permute", "transpose", "t", "to", "long", "int", "bool", "squeeze", "unsqueeze", "view", "reshape", "flatten"),
+    *("contiguous", "clone", "detach"),
+}
+_COMPARED = {"gt", "greater", "ne", "not_equal", "__gt__", "__ne__"}
+_OF_HITS = {"squeeze", "flatten", "view", "reshape", "__getitem__", "select"}
+
+
+class TurnsOnRows(TorchFunctionMode):
+    """The mode in which turns are taken as `turns` says."""
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__()
+        self.turns = turns
+        self.known = WeakIdKeyDictionary()  # tensor -> what it is
+        self.sizes = set[sympy.Symbol]()  # numbers of rows
+        self.inside: list[tuple[Key, _Hit]] = []
+        self.asked: dict[sympy.Symbol, Key] = {}  # number of rows -> the turn that depends on it
+        self.count = [0]  # of turns and loops so far, for each loop that this is inside of
+        self._patches = ExitStack()
+
+    def __enter__(self) -> TurnsOnRows:
+        self._patches.enter_context(patch.object(SymBool, "__bool__", self._truth_of(SymBool.__bool__)))
+        self._patches.enter_context(patch.object(FakeTensor, "tolist", self._list_of(FakeTensor.tolist)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        first = self._what(args[0]) if args and isinstance(args[0], Tensor) else None
+        if isinstance(first, _Hits) and name == "unbind":
+            return self._each(first, as_numbers=False)
+        if name == "__getitem__" and isinstance(args[1], Tensor) and isinstance(hit := self.known.get(args[1]), _Hit):
+            at = hit.entry if args[1].ndim == 0 else slice(hit.entry, hit.entry + 1)
+            made = func(args[0], at)
+            if hit.mask is args[0]:
+                self.known[made] = _Part(hit.entry, args[0])
+            return made
+        made = func(*args, **kwargs)
+        self._note(made, name, first, args, kwargs)
+        return made
+
+    def _what(self, x: Tensor) -> object:
+        """Return what a tensor is, if that is known."""
+        return self.known.get(x, _Count(x) if x.dtype is torch.bool else None)
+
+    def _note(self, made: Any, name: str, first: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Remember what a result is."""
+        if name in ("nonzero", "argwhere") or (name == "where" and len(args) == 1):
+            self._note_rows(made, first, args[0])
+        if name == "topk" and (index := _chosen_of(args[0], kwargs.get("dim", args[2] if len(args) > 2 else -1))):
+            self.known[made[1]] = index
+        if not isinstance(made, Tensor) or made in self.known:
+            return
+        found: object = None
+        if isinstance(first, _Hits) and name in _OF_HITS:
+            with eager():
+                form = getattr(first.form, name)(*args[1:], **kwargs)
+            found = _Hits(first.mask, form)
+        elif isinstance(first, (_Hit, _Part)) and name in _SAME | {"__getitem__"}:
+            found = first if isinstance(first, _Hit) or name != "__getitem__" else None
+        elif isinstance(first, _Count) and not first.total:
+            found = self._of_mask(name, first, made, args, kwargs)
+        elif (
+            isinstance(first, _Count)
+            and first.total
+            and name in _COMPARED
+            and len(args) == 2
+            and isinstance(args[1], int)
+            and args[1] == 0
+        ):
+            found = replace(first, chosen=True)
+        elif isinstance(first, _Index) and name in _SAME:
+            found = first
+        if name == "argmax":
+            found = _chosen_of(args[0], kwargs.get("dim", args[1] if len(args) > 1 else None))
+        if name == "one_hot":
+            found = _Count(made, (made.ndim - 1, first.below) if isinstance(first, _Index) else None)
+        if found is not None:
+            self.known[made] = found
+
+    def _of_mask(self, name: str, mask: _Count, made: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+        if name in _SAME:
+            return _Count(made, _moved(mask.classes, name, args))
+        if (
+            name in ("mul", "__mul__", "__and__")
+            and isinstance(args[1], Tensor)
+            and isinstance(self._what(args[1]), _Count)
+        ):
+            return _Count(made)
+        if name in ("__getitem__", "select") and args[1:-1] in ((), (0,)) and isinstance(args[-1], int):
+            return _Part(args[-1], args[0])
+        if name not in ("sum", "any"):
+            return None
+        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        over = {d % args[0].ndim for d in ((dims,) if isinstance(dims, int) else dims or ())}
+        if over == set(range(1, args[0].ndim)) and made.ndim == 1:
+            return replace(mask, mask=args[0], total=True, chosen=name == "any")
+        return None
+
+    def _note_rows(self, made: Any, first: object, mask: Tensor) -> None:
+        index = made[0] if isinstance(made, (tuple, list)) else made
+        size = index.shape[0]
+        if isinstance(size, torch.SymInt) and isinstance(symbol := size.node.expr, sympy.Symbol):
+            self.sizes.add(symbol)
+            for key, hit in self.inside:
+                if isinstance(first, _Part) and first.mask is hit.mask and first.entry == hit.entry:
+                    self.turns.rows[key].add(symbol)
+        if isinstance(first, _Count) and first.chosen and isinstance(mask.shape[0], int) and isinstance(made, Tensor):
+            entries = first.classes[1] if first.classes and first.classes[0] == 0 else mask.shape[0]
+            with eager():
+                self.known[made] = _Hits(first.mask, torch.arange(entries)[:, None])
+
+    def _each(self, hits: _Hits, as_numbers: bool) -> Iterator[Any]:
+        """Yield what the hits of all entries are, each as a turn."""
+        loop = self._next()
+        with eager():
+            numbers = hits.form.tolist()
+        for entry, number in enumerate(numbers):
+            key = (*loop, entry)
+            self.turns.rows.setdefault(key, set())
+            if key in self.turns.without:
+                continue
+            hit = _Hit(entry, hits.mask)
+            self.inside.append((key, hit))
+            self.count.append(0)
+            if not as_numbers:
+                number = torch.tensor(number)
+                self.known[number] = hit
+            try:
+                yield number
+            finally:
+                self.inside.pop()
+                self.count.pop()
+
+    def _next(self) -> Key:
+        """Return the key of the next turn or loop at this place."""
+        self.count[-1] += 1
+        return (*(self.inside[-1][0] if self.inside else ()), self.count[-1])
+
+    def _list_of(self, plain: Callable[[FakeTensor], Any]) -> Callable[[FakeTensor], Any]:
+        def numbers(x: FakeTensor) -> Any:
+            hits = self.known.get(x)
+            return self._each(hits, as_numbers=True) if isinstance(hits, _Hits) else plain(x)
+
+        return numbers
+
+    def _truth_of(self, plain: Callable[[SymBool], bool]) -> Callable[[SymBool], bool]:
+        def truth(condition: SymBool) -> bool:
+            symbols = condition.node.expr.free_symbols
+            if len(symbols) != 1 or not symbols <= self.sizes:
+                return plain(condition)
+            (size,) = symbols
+            answers = [condition.node.expr.subs(size, n) for n in (0, 1, 2)]
+            if answers not in ([sympy.true, sympy.false, sympy.false], [sympy.false, sympy.true, sympy.true]):
+                return plain(condition)
+            key = self.asked.get(size) or self._next()
+            self.asked[size] = key
+            self.turns.rows.setdefault(key, set()).add(size)
+            return bool(answers[0] if key in self.turns.without else answers[1])
+
+        return truth
+
+
+def _chosen_of(x: Tensor, dim: Any) -> _Index | None:
+    """Return what the places of the largest numbers along a dim are, if its size is a number."""
+    size = x.shape[dim] if isinstance(dim, int) else None
+    return _Index(size) if isinstance(size, int) else None
+
+
+def _moved(classes: tuple[int, int] | None, name: str, args: Sequence[Any]) -> tuple[int, int] | None:
+    """Return where the dim of classes is after an op; None if that is not known."""
+    if classes is None or name in ("squeeze", "unsqueeze", "view", "reshape", "flatten", "t"):
+        return None
+    order = list(range(args[0].ndim))
+    if name == "permute":
+        order = [d % len(order) for d in (args[1] if isinstance(args[1], (tuple, list)) else args[1:])]
+    elif name == "transpose":
+        a, b = (d % len(order) for d in args[1:])
+        order[a], order[b] = order[b], order[a]
+    return order.index(classes[0]), classes[1]
+
+
+# ---- the proof ----
+
+
+def prove_turns(full: ExportedProgram, turns: Turns, trace: Callable[[Turns], ExportedProgram]) -> None:
+    """Raise UnsupportedOp unless each turn changes nothing where it has no rows. `trace` leaves out some turns."""
+    for without in turns.halves():
+        sizes = {symbol for key in without for symbol in turns.rows[key]}
+        other = Turns(without)
+        part = _without_writes(trace(other), set())
+        asked = {key for key in turns.rows if not any(key[: len(k)] == k != key for k in without)}
+        if other.rows.keys() != asked or not equal_programs(_without_writes(full, sizes), part):
+            raise UnsupportedOp(
+                "a branch depends on whether a mask selects any rows, and more than the writes of these rows does",
+                where=next((source_line(n) for n in full.graph.nodes if _rows_of(n) & sizes), ""),
+                fix="compute the same without the branch: no rows add nothing, by index_add or x[mask] = rows",
+            )
+
+
+def _without_writes(program: ExportedProgram, sizes: set[sympy.Symbol]) -> Any:
+    """Return a copy of a program without the writes of rows of these numbers, and without what is not read."""
+    graph = copy.deepcopy(program.graph)
+    for node in list(graph.nodes):
+        if op_name(node).rstrip("_") in ("index_add", "index_put", "masked_scatter", "index_copy"):
+            rows = next((x for x in reversed(node.all_input_nodes) if _rows_of(x) & sizes), None)
+            if rows is not None:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+    for _ in range(2):
+        drop_asserts(graph, None)  # type: ignore[arg-type]
+        for node in reversed(list(graph.nodes)):
+            if op_name(node) == "detach_" and not node.users:  # of a constant, such as the number of an expert
+                graph.erase_node(node)
+        graph.eliminate_dead_code()
+    return SimpleNamespace(graph=graph, graph_signature=program.graph_signature, constants=program.constants)
+
+
+def _rows_of(node: fx.Node) -> set[sympy.Symbol]:
+    """Return the symbols of the first size of a tensor."""
+    value = node.meta.get("val")
+    size = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()

@@ -1,0 +1,280 @@
+"""Selections of rows by a mask, and writes of such rows to their places, as nodes that `masked_rows.py` follows.
+
+    x[mask]                                  masked_rows(x, mask)
+    i, t = torch.where(mask)                 a row for each true element of mask [k, n], its place in columns i and t
+    x[i, t], x[t, i], x[t]                   masked_rows(x or x.t() or x expanded over k, mask)
+    y[mask] = rows                           put_rows(y, mask, rows)
+    y.index_add(0, t, rows)                  add_rows(y, mask, rows): several rows may have one place
+
+So do mixtures of experts that loop over experts: `i, t = torch.where(chosen[e])` are those that chose expert e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.batch.batch_dims import makes_new
+from autoptd.passes.graph import info, op_name, operands, source_line, write_op
+from autoptd.passes.normalise.size_functions import in_sympy
+from autoptd.passes.random.draws import given_of
+from autoptd.passes.trace.traced import Traced
+
+aten = torch.ops.aten
+_FIX = (
+    "sum over the selected rows, or keep all rows and multiply by the mask: (loss * mask).sum() / mask.sum(); "
+    "use mask.sum() for their number"
+)
+
+
+def masked_rows(x: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """Return rows of x [..., *mask.shape, ...] with the dims of the mask, from `dim` on, as one."""
+    return x.flatten(dim, dim + mask.ndim - 1)
+
+
+def put_rows(x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """Return x [*mask.shape, ...] with the selected ones of all `rows` in place of its own."""
+    spread = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
+    return torch.where(spread, rows.reshape(x.shape), x)
+
+
+def add_rows(x: Tensor, mask: Tensor, rows: Tensor, column: int) -> Tensor:
+    """Return x [n, ...] plus the selected ones of all `rows`, each at its place in dim `column` of the mask."""
+    spread = mask.reshape(*mask.shape, *(1,) * (x.ndim - 1))
+    kept = torch.where(spread, rows.reshape(*mask.shape, *x.shape[1:]), 0)
+    return x + kept.sum([d for d in range(mask.ndim) if d != column])
+
+
+def name_masked_sizes(graph: fx.Graph, traced: Traced) -> None:
+    """Give sizes that count selected rows the size of the mask, where they are sizes of tensors only."""
+    named: dict[sympy.Symbol, fx.Node] = {}
+    _write_numbers_as_masks(graph)
+    for node in graph.nodes:
+        if found := _selection(node):
+            size = node.meta["val"].shape[found.first].node.expr
+            shape = [
+                sympy.sympify(n.node.expr if isinstance(n, torch.SymInt) else n) for n in found.mask.meta["val"].shape
+            ]
+            if isinstance(size, sympy.Symbol) and not any(n.free_symbols - traced.symbol.keys() for n in shape):
+                named[size] = found.mask
+                traced.symbol[size] = in_sympy(sympy.prod(shape).subs(traced.symbol))
+    if not named:
+        return
+    for node in graph.nodes:
+        new = _symbols(node) & named.keys() if node.target not in INDICES and not _selection(node) else set()
+        if new and not any(new & _symbols(x) for x in node.all_input_nodes):
+            refuse(node, "makes as many rows as a mask selects")
+    _write_counts(graph, named)
+
+
+def _symbols(node: fx.Node) -> set[sympy.Symbol]:
+    """Return the symbols of the sizes of a tensor, or of a size."""
+    value = node.meta.get("val")
+    sizes = [n for x in (value if isinstance(value, (tuple, list)) else [value]) for n in getattr(x, "shape", [x])]
+    return {s for n in sizes if hasattr(n, "node") for s in n.node.expr.free_symbols}
+
+
+def _write_numbers_as_masks(graph: fx.Graph) -> None:
+    """Let `where` and `nonzero` read what is true of numbers."""
+    for node in graph.nodes:
+        if node.target not in INDICES or len(node.args) != 1 or node.args[0].meta["val"].dtype is torch.bool:
+            continue
+        with graph.inserting_before(node), node.args[0].meta["val"].fake_mode:
+            mask = graph.call_function(aten.ne.Scalar, (node.args[0], 0))
+            mask.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+            mask.meta["val"] = torch.empty(node.args[0].meta["val"].shape, dtype=torch.bool)
+        node.args = (mask,)
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Rows of `x` that a mask selects, dim `first` of the result. columns: the dims of the mask that x has there."""
+
+    x: fx.Node
+    mask: fx.Node
+    first: int
+    columns: tuple[int, ...]
+
+
+def _selection(node: fx.Node) -> _Selection | None:
+    """Return the selection that a node is: `x[mask]`, `x[mask.nonzero()...]`, `x.masked_select(mask)`; else None."""
+    if node.op != "call_function" or node.target not in _SELECTS:
+        return None
+    val, args = node.meta.get("val"), list[Any](node.args)
+    if node.target is aten.index.Tensor:
+        found = _by_mask(args[0], args[1])
+    elif node.target is aten.index_select.default:
+        found = _by_mask(args[0], [*[None] * int(args[1]), args[2]])
+    else:
+        found = _by_mask(args[0], [args[1]]) if args[0].meta["val"].shape == args[1].meta["val"].shape else None
+    if found is None or not isinstance(val, Tensor) or not _counts_rows(val.shape[found.first]):
+        return None
+    return found
+
+
+_SELECTS = (aten.index.Tensor, aten.index_select.default, aten.masked_select.default)
+
+
+_COLUMNS = (aten.where.default, aten.nonzero_numpy.default)  # a list of columns
+INDICES = (aten.nonzero.default, *_COLUMNS)
+
+
+def _counts_rows(size: Any) -> bool:
+    """Return whether a size depends on data."""
+    symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+    return bool(symbols) and all(str(s).startswith("u") for s in symbols)
+
+
+def _by_mask(x: fx.Node, indices: Any) -> _Selection | None:
+    """Return what indices select of x, if they are one mask or columns of the places where one mask is true."""
+    given = [(index, i) for i, index in enumerate(indices) if index is not None]
+    if len(given) == 1 and given[0][0].meta["val"].dtype is torch.bool:
+        mask, first = given[0]
+        return _Selection(x, mask, first, tuple(range(mask.meta["val"].ndim)))
+    found = [_column(index) for index, _ in given]
+    if not found or None in found or len({mask for mask, _ in found}) != 1:  # type: ignore[misc]
+        return None
+    columns, first = tuple(column for _, column in found), given[0][1]  # type: ignore[misc]
+    adjacent = [i for _, i in given] == list(range(first, first + len(given)))
+    return _Selection(x, found[0][0], first, columns) if adjacent and len(set(columns)) == len(columns) else None  # type: ignore[index]
+
+
+def _column(index: fx.Node) -> tuple[fx.Node, int] | None:
+    """Return the mask, and which of its dims, of indices where it is true."""
+    column = 0
+    while index.op == "call_function" and index.target not in INDICES:
+        name, args = op_name(index), index.args
+        owner: Any = args[0]
+        if name == "getitem" and owner.target in _COLUMNS:
+            column, index = args[1], owner  # type: ignore[assignment]
+        elif name in ("getitem", "select") and (found := _table(owner, *(args[1:2] if name == "select" else ()))):
+            column, index = args[-1], found  # type: ignore[assignment]
+        elif name in ("squeeze", "view", "reshape", "flatten", "alias") and index.meta["val"].ndim == 1:
+            index = args[0]  # type: ignore[assignment]
+        else:
+            return None
+    if index.op != "call_function":
+        return None
+    mask = index.args[0]
+    assert isinstance(mask, fx.Node)
+    return mask, column % mask.meta["val"].ndim
+
+
+def _table(x: fx.Node, *dim: Any) -> fx.Node | None:
+    """Return the `nonzero` whose columns are the parts of x along a dim, which `unbind` names itself."""
+    if not dim and op_name(x) == "unbind":
+        x, *dim = x.args  # type: ignore[assignment]
+        dim = dim or (0,)
+    columns = -1
+    while op_name(x) in ("t", "transpose", "numpy_T") and x.args[0].meta["val"].ndim == 2:  # type: ignore[union-attr]
+        x, columns = x.args[0], -3 - columns  # type: ignore[assignment]
+    return x if x.target is aten.nonzero.default and dim and dim[0] in (columns, columns + 2) else None
+
+
+def _write_counts(graph: fx.Graph, named: dict[sympy.Symbol, fx.Node]) -> None:
+    """Replace numbers of selected rows that a tensor is divided by, and refuse those that are used otherwise."""
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, (torch.SymInt, torch.SymFloat)) or not value.node.expr.free_symbols & named.keys():
+            continue
+        for user in list(node.users):
+            if isinstance(user.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)) or _is_shape(user, node):
+                continue
+            mask = named.get(value.node.expr)
+            if mask is None or user.target not in (aten.div.Tensor, aten.mul.Tensor):
+                refuse(user, "reads the number of rows that a mask selects")
+            with graph.inserting_before(user):
+                count = graph.call_function(aten.sum.default, (mask,))
+                count.meta = {k: v for k, v in user.meta.items() if k in ("nn_module_stack", "stack_trace")}
+                with mask.meta["val"].fake_mode:
+                    count.meta["val"] = torch.empty((), dtype=torch.int64)
+            user.replace_input_with(node, count)
+
+
+def _is_shape(user: fx.Node, size: fx.Node) -> bool:
+    """Return whether an op takes a size as one of its result's, and draws no numbers."""
+    listed = any(isinstance(a, (list, tuple)) and size in a for a in (*user.args, *user.kwargs.values()))
+    return listed and (makes_new(user) or op_name(user) in ("view", "reshape", "expand", "unflatten", "_unsafe_view"))
+
+
+def mark_masked_rows(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite selections, and writes of selected rows to their places, as nodes that `follow_masked_rows` rewrites."""
+    for node in list(graph.nodes):
+        made: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        if found := _selection(node):
+            made = masked_rows, (_with_dims_of_mask(graph, node, found), found.mask, found.first)
+        elif rows := _put_back(node):
+            made = put_rows, (node.args[0], *rows)
+        elif added := _added(node):
+            made = add_rows, (node.args[0], *added)
+        if made is not None:
+            with graph.inserting_before(node):
+                new = write_op(graph, node, *made, info(node).shape, info(node).dtype)
+            new.meta["info"] = info(node)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def _with_dims_of_mask(graph: fx.Graph, node: fx.Node, found: _Selection) -> fx.Node:
+    """Insert before a selection what it selects from, with all dims of the mask, in their order."""
+    x, shape = found.x, list(info(found.x).shape)
+    columns, first, wide = list(found.columns), found.first, list(info(found.mask).shape)
+    if columns == list(range(len(wide))):
+        return x
+    order = [*range(first), *(first + columns.index(c) for c in sorted(columns))]
+    order += range(len(order), len(shape))
+    with graph.inserting_before(node):
+        if order != list(range(len(shape))):
+            shape = [shape[d] for d in order]
+            x = write_op(graph, node, aten.permute.default, (x, order), tuple(shape), info(x).dtype)
+        for column in range(len(wide)):
+            if column not in columns:
+                shape.insert(first + column, 1)
+                x = write_op(graph, node, aten.unsqueeze.default, (x, first + column), tuple(shape), info(x).dtype)
+        shape[first : first + len(wide)] = wide
+        return write_op(graph, node, aten.expand.default, (x, shape), tuple(shape), info(x).dtype)
+
+
+def _put_back(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return mask and rows of a write of as many rows as a mask selects."""
+    if node.target is aten.index_put.default and node.args[3:] in ((), (False,)):
+        found, rows = _by_mask(operands(node)[0], node.args[1]), node.args[2]
+    elif node.target is aten.masked_scatter.default:
+        found, rows = _by_mask(operands(node)[0], [node.args[1]]), node.args[2]
+    else:
+        return None
+    if found is None or found.first != 0 or found.columns != tuple(range(found.mask.meta["val"].ndim)):
+        return None
+    return (found.mask, rows) if _are_rows(rows) else None  # type: ignore[return-value]
+
+
+def _added(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """Return mask, rows and column of an addition of as many rows as a mask selects, at places in one of its dims."""
+    if node.target is aten.index_add.default:
+        named = given_of(node.target, node.args, node.kwargs)
+        index, rows, plain = [named["index"]], named["source"], named["dim"] == 0 and named["alpha"] == 1
+    elif node.target is aten.index_put.default and node.args[3:] == (True,):
+        index, rows, plain = node.args[1], node.args[2], True  # type: ignore[assignment]
+    else:
+        return None
+    found = _by_mask(node.args[0], index)  # type: ignore[arg-type]
+    if found is None or not plain or found.first != 0 or len(found.columns) != 1 or not _are_rows(rows):
+        return None
+    return found.mask, rows, found.columns[0]
+
+
+def _are_rows(rows: Any) -> bool:
+    """Return whether a tensor has as many rows as a mask selects."""
+    value = rows.meta.get("val") if isinstance(rows, fx.Node) else None
+    return isinstance(value, Tensor) and value.ndim > 0 and _counts_rows(value.shape[0])
+
+
+def refuse(node: fx.Node, does: str, what: str = "") -> NoReturn:
+    """Raise the error of an op that needs the number or order of selected rows."""
+    raise UnsupportedOp(f"{op_name(node)} {does} {what}".strip(), where=source_line(node), fix=_FIX)

@@ -1,0 +1,88 @@
+"""Models that draw fractions with Python's random module: as on one process, and different in every step."""
+
+from __future__ import annotations
+
+import random
+from random import random as fraction
+from random import uniform
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.known.python_random import fractions_drawn_by_torch
+from autoptd.verification.smaller.smaller import Subject
+from autoptd.verification.trial import trial_on
+from autoptd.verification.verdict import judge
+
+
+class Skipping(nn.Module):
+    """Skips layers by `random.uniform`."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.layers, self.rate = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and random.uniform(0, 1) < self.rate:
+                continue
+            x = x + layer(x).tanh()
+        return self.end(x).square().mean()
+
+    def end(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Scaled(Skipping):
+    """Scales what all samples are by fractions, drawn by functions of their own names."""
+
+    def end(self, x: Tensor) -> Tensor:
+        return x * (1 + fraction()) + uniform(-1, 3)
+
+
+class Chosen(Skipping):
+    """Chooses by a number that Python needs."""
+
+    def end(self, x: Tensor) -> Tensor:
+        return x * random.choice([1, 2])
+
+
+def trained(model: nn.Module, fix: dict[str, int]) -> object:
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(8, 8, dtype=torch.float64)} for _ in range(4)]
+    source = autoptd.trace(model.double(), inputs=data[0], precision="fp64")
+    planned = autoptd.plan(source, world=2, cluster="dgx-h100", batch=8, optimizer="sgd", fix=fix)
+    trial = trial_on(Subject(source, planned, source), data)
+    verdict = judge(trial, planned)
+    assert trial.drops and verdict.agrees, verdict.faults
+    return trial.expected
+
+
+MODELS = {"skips": Skipping(), "never skips": Skipping(0.0), "scales": Scaled(), "scales all": Scaled(0.0)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("fix", [{"dp": 2, "micro": 2}, {"tp": 2}], ids=str)
+def test_trains_as_one_process(name: str, fix: dict[str, int]) -> None:
+    trained(MODELS[name], fix)
+
+
+def test_layers_are_skipped_in_some_steps() -> None:
+    expected = trained(Skipping(), {"dp": 2})
+    assert len({name for step in expected for name in step.gradients}) == 6  # type: ignore[attr-defined]
+    assert {len(step.gradients) for step in expected} != {6}  # type: ignore[attr-defined]
+
+
+def test_other_draws_are_refused() -> None:
+    with pytest.raises(UnsupportedOp, match="Python's random module"):
+        autoptd.trace(Chosen(), inputs={"x": torch.empty(4, 8)})
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    with fractions_drawn_by_torch(Skipping()):
+        assert isinstance(random.random(), Tensor) and isinstance(fraction(), Tensor)
+        assert isinstance(random.randint(1, 2), int)
+    assert isinstance(random.random(), float) and isinstance(fraction(), float)
