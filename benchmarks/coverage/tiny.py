@@ -103,12 +103,14 @@ def tiny_fields(default: Any) -> dict[str, Any]:
     known = set(inspect.signature(type(default).__init__).parameters) | set(default.to_dict())
     parts = getattr(default, "sub_configs", None) or {}
     values = {name: _value(default, name) for name in sorted(known - {"self", "kwargs"} - set(parts))}
-    heads = {v for n, v in values.items() if re.fullmatch(_HEADS, n) and isinstance(v, int)}
+    plain = type(default)()  # a part may differ from its class, and its fields are given to the class
+    queries = [n for n in values if re.fullmatch(_HEADS, n) and not re.fullmatch(_KEY_HEADS, n)]
+    heads = {values[n] for n in queries if isinstance(values[n], int)}
     for name, value in values.items():
         small = _small(name, value)
         if re.fullmatch(_KEY_HEADS, name) and value in heads:
             small = HEADS
-        if small is not None and small != value:
+        if small is not None and (small != value or value != _value(plain, name)):
             found[name] = small
     found |= _tiny_layers(values)
     for name in parts:
