@@ -276,7 +276,7 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_vision": {"output_proj_dims": WIDTH, "mm_posemb_size": 16},
     "kimi_k25_vision": {"pos_emb_height": 8, "pos_emb_width": 8},
-    "depth_anything": {"backbone_config": DEPTH, **NECK},
+    "depth_anything": {"backbone_config": DEPTH, "depth_estimation_type": "metric", **NECK},  # else relu gives zeros
     "prompt_depth_anything": {"backbone_config": DEPTH, **NECK},
     "chmv2": {
         "backbone_config": DEPTH

@@ -28,6 +28,10 @@ _PARAMETER = {
 }
 
 
+# modules of libraries whose forward hooks keep tensors for the same forward pass, which returns them
+_KEPT_FOR_FORWARD = ("transformers.utils.output_capturing",)
+
+
 def refuse_unseen_hooks(model: nn.Module) -> None:
     """Raise UnsupportedOp naming all hooks of modules and parameters that run in the backward pass."""
     found = [f"{place}: {kind}, {described(hook)}" for place, kind, hook in _unseen(model)]
@@ -59,6 +63,8 @@ def refuse_recording_hooks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for held in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in list(held.items()):
+                if getattr(hook, "__module__", "") in _KEPT_FOR_FORWARD:
+                    continue
                 held[key] = _watched(hook, path or "model")
 
 

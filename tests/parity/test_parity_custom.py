@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+import autoptd
 from autoptd.api import Parallel
 from autoptd.compile.make_plan import make_plan
 from autoptd.compile.program import make_program, read_sharding
@@ -460,6 +461,19 @@ def test_forward_hooks_that_only_look_are_refused() -> None:
     with pytest.raises(UnsupportedOp, match="only looks at tensors") as error:
         made(model, batch())
     assert error.value.where.startswith("blocks.1: ")
+
+
+def test_forward_hooks_that_keep_tensors_for_the_same_pass_are_called() -> None:
+    """Use the hooks by which transformers returns hidden states, and a loss of all of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=8)
+    ids = {"input_ids": torch.arange(8).view(2, 4) % 8}
+    model = LlamaForCausalLM(config)
+    model(**ids, output_hidden_states=True)
+    config.output_hidden_states = True
+    traced = autoptd.trace(model, inputs=ids, loss=lambda out: sum(h.square().mean() for h in out.hidden_states))
+    assert sum("square" in str(n.target) for n in traced.folded.traced.graph.graph.nodes) == 3
 
 
 @pytest.mark.parametrize("module", [parametrizations.spectral_norm, nn.utils.spectral_norm])
