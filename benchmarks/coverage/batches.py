@@ -110,6 +110,7 @@ INPUTS: dict[str, Callable[[Sizes], Any]] = {
     "visual_pos": lambda s: s.floats(SAMPLES, 6, 4).abs(),
 }
 # argument -> the input that it masks
+MASKED_DECODERS = ("fsmt",)  # model types that else look for padding in the data, by a branch
 MASKS = {"attention_mask": "", "input_features_mask": "input_features"}
 EXTRA = {  # task -> optional arguments that training needs
     "seq2seq": ("decoder_input_ids",),
@@ -215,7 +216,8 @@ _MEANS = {
 def _masks(s: Sizes, found: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> dict[str, Tensor]:
     """Return the masks that the model takes, as long as the inputs that they mask."""
     made = {}
-    for name, masks in MASKS.items() if s.masked and s.config.model_type not in NO_MASK else ():
+    masked = MASKS | ({"decoder_attention_mask": "decoder_input_ids"} if s.config.model_type in MASKED_DECODERS else {})
+    for name, masks in masked.items() if s.masked and s.config.model_type not in NO_MASK else ():
         main = masks or getattr(s.model, "main_input_name", "input_ids")
         if name == "attention_mask" and (main not in found or main == "state"):
             main = "inputs_embeds" if "inputs_embeds" in found else "input_ids"

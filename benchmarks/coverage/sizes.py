@@ -83,7 +83,9 @@ class Sizes:
     def frames(self) -> int:
         """Frames of sound, of which some models take a fixed number for each token of the text."""
         each = self.number("audio_length_per_tok", default=0)
-        return each * TOKENS or 2 * self.number("max_source_positions", default=32)
+        most = self.number("max_source_positions", default=32)
+        relative = getattr(self.config, "position_embeddings_type", "") == "relative"  # a table for each distance
+        return each * TOKENS or (most if relative else 2 * most)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
