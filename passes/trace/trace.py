@@ -24,7 +24,9 @@ from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unse
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
+from autoptd.passes.known.delta_rule import DELTA_RULES
 from autoptd.passes.known.flex_attention import dense_flex_attention
+from autoptd.passes.known.gated_recurrences import GATED
 from autoptd.passes.known.numpy_functions import NUMPY
 from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import casts_that_change_nothing, replaced_functions
@@ -296,7 +298,7 @@ class _Exporter:
                 refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss),
                 random_code(self.skips),
-                replaced_functions(self.model, NUMPY | SCANS),
+                replaced_functions(self.model, NUMPY | SCANS | GATED | DELTA_RULES),
                 casts_that_change_nothing(),
                 dense_flex_attention(),
                 layer_by_layer(),
