@@ -159,7 +159,7 @@ def fold(traced: Traced) -> Folded:
         traced=traced,
         prelude=tuple(n for n in graph.nodes if n in prelude and n.op == "call_function"),
         segments=segments,
-        units=_aligned(list(find_units(_wired(segments))), _wired(segments), segments, traced),
+        units=_aligned(list(find_units(wired(segments))), wired(segments), segments, traced),
         loss=loss,
         counts=tuple(counts),
         sums=sums,
@@ -272,7 +272,7 @@ def _segments(
     return tuple(replace(s, kind=kinds[signature]) for s, signature in zip(segments, signatures, strict=True))
 
 
-def _wired(segments: tuple[Segment, ...]) -> list[str]:
+def wired(segments: tuple[Segment, ...]) -> list[str]:
     """Return kinds with the source of each received tensor: segments back, or the index if more than two receive it."""
     source = {n: (s.index, i) for s in segments for i, n in enumerate(s.sends)}
     readers = Counter(n for s in segments for n in s.receives)
