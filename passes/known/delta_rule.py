@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoptd.passes.known.numbers import number
 from autoptd.passes.known.scans import linear_recurrence
 
 BLOCK = 16  # positions of which all pairs of channels are computed
@@ -87,7 +88,7 @@ def _delta_rule(
     normalised: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return outputs [b, t, h, v] and the last state. decay: log α, [b, t, h, k], or [b, t, h, 1] for all channels."""
-    dtype, tokens = query.dtype, int(query.shape[1])
+    dtype, tokens = query.dtype, number(query.shape[1])
     short = -tokens % chunk_size
     query, key, value, decay, beta = (
         F.pad(x.transpose(1, 2).to(torch.float32), (0, 0, 0, short)).unflatten(2, (-1, chunk_size))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoptd.passes.known.numbers import number
 from autoptd.passes.known.scans import linear_recurrence
 
 _NEVER = -1e38  # the largest exponent before any token, as the loop has it
@@ -51,7 +52,7 @@ def wkv(
     The sums are kept relative to e^{m_t}, m_t the largest exponent so far, which cancels: gradients need not know it.
     state: the two sums and m of the tokens before, [b, c] each.
     """
-    tokens, exponent, decay = int(key.shape[1]), key.float(), -torch.exp(time_decay)
+    tokens, exponent, decay = number(key.shape[1]), key.float(), -torch.exp(time_decay)
     gone = torch.arange(tokens, device=key.device)[:, None] * decay.detach()
     largest = (exponent.detach() - gone).cummax(1).values + gone
     if state is not None:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoptd.passes.known.numbers import number
+
 Times = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -25,7 +27,7 @@ def linear_recurrence(a: Tensor, b: Tensor, dim: int = -2, times: Times = torch.
     dim: of the steps, from the end. times: the product, of numbers, or `torch.matmul` of matrices a [..., t, k, k] and
     b [..., t, k, n] with dim -3.
     """
-    steps = int(b.shape[dim])
+    steps = number(b.shape[dim])
     if steps == 1:
         return b
     behind = (0, 0) * (-dim - 1)

@@ -27,6 +27,7 @@ from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.known.delta_rule import DELTA_RULES
 from autoptd.passes.known.flex_attention import dense_flex_attention
 from autoptd.passes.known.gated_recurrences import GATED
+from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.known.numpy_functions import NUMPY
 from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import casts_that_change_nothing, replaced_functions
@@ -196,6 +197,13 @@ class _Exporter:
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
         product in `precision`. If torch refuses mixed dtypes, a graph in the original dtype shows which inputs do."""
+        try:
+            return self._with_casts(repeats=repeats)
+        except SizeNeeded as needed:
+            fixed = self.fixed | needed.dims(self.specs)
+            return replace(self, fixed=fixed).with_casts(repeats=repeats)
+
+    def _with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         given = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         computed = PRECISIONS[self.precision]
         names = [
@@ -309,6 +317,8 @@ class _Exporter:
                 )
         except AutoptdError as error:
             raise placed(error) from None
+        except SizeNeeded:
+            raise
         except Exception as error:  # anything that the model's code or a library raises
             raise explain(error) from error
         inline_regions(program.graph, program.graph_module)  # writes within them are looked for next
