@@ -1,7 +1,8 @@
 """Time to trace and to plan state-space models and hybrids at their published sizes, and what tp splits of them.
 
 Each model is traced and planned in a fresh process, from a module on meta, without importing torch and transformers
-being counted. The share of parameters that tp splits is that of a second plan, in which tp is fixed.
+being counted. Seconds are those of the processor, so that other work on the machine changes them little. The share of
+parameters that tp splits is that of a second plan, in which tp is fixed and experts are not split over ranks.
 
 The configurations are those that were released, or that a paper's table lists. Fields that equal transformers' defaults
 are left out. "recalled" marks those written from memory: the number of parameters, which a test compares with the
@@ -32,7 +33,8 @@ Fields = Mapping[str, Any]
 class Hybrid:
     """A published model: its architecture and configuration, and its size in billions of parameters.
 
-    tp: ranks for which the share of split parameters is measured, which divide its heads.
+    tp: ranks for which the share of split parameters is measured, which divide its heads. wide: whether the module is
+    given in float32; else in bfloat16, as released, where products of buffers and activations need one type.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Hybrid:
     seq: int = 4096
     tp: int = 8
     batch: int = 64
+    wide: bool = True
 
     @property
     def config(self) -> dict[str, Any]:
@@ -244,7 +247,7 @@ MODELS = (
     # transformers' defaults, those of Olmo-Hybrid-7B: 30 heads
     Hybrid("olmo-hybrid-7b", "OlmoHybridForCausalLM", "olmo_hybrid", 7.4, {"layer_types": every(4, 32)}, tp=2),
     # Peng et al. 2023 (arXiv:2305.13048), table 2
-    Hybrid("rwkv-4-14b", "RwkvForCausalLM", "rwkv", 14.2, {"hidden_size": 5120, "num_hidden_layers": 40}, 2048),
+    Hybrid("rwkv-4-14b", "RwkvForCausalLM", "rwkv", 14.2, {"hidden_size": 5120, "num_hidden_layers": 40}, 1024),
     # Botev et al. 2024 (arXiv:2404.07839); recalled from the released configuration
     Hybrid(
         "recurrentgemma-9b",
@@ -276,6 +279,7 @@ MODELS = (
             "num_local_experts": 32,
             "layer_types": every(8, 80),
         },
+        wide=False,
     ),
     # Liquid AI 2025, LFM2-1.2B; recalled from the released configuration
     Hybrid(
@@ -323,7 +327,7 @@ def timed(model: Hybrid, world: int, cluster: str) -> Timed:
             found["mesh"] = str(autoptd.plan(source, world=world, cluster=cluster, batch=model.batch).mesh)
         finally:
             found["plan_s"] = time.process_time() - began
-        fixed = autoptd.plan(source, world=world, cluster=cluster, batch=model.batch, fix={"tp": model.tp})
+        fixed = autoptd.plan(source, world=world, cluster=cluster, batch=model.batch, fix={"tp": model.tp, "ep": 1})
         found["split"] = split_share(fixed, module)
     except AutoptdError as error:
         found["error"] = " | ".join(filter(None, (error.what, error.where.replace("\n", " "), error.fix)))
@@ -332,12 +336,15 @@ def timed(model: Hybrid, world: int, cluster: str) -> Timed:
 
 def build(model: Hybrid) -> Any:
     """Return a model's module on meta."""
+    import torch
+
     from autoptd.models.load import from_config
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{model.name}.json"
         file.write_text(json.dumps(model.config), "utf-8")
-        return from_config(file)
+        module = from_config(file)
+    return module if model.wide else module.to(torch.bfloat16)
 
 
 def measure(model: Hybrid, world: int = WORLD, cluster: str = CLUSTER, limit_s: float = LIMIT_S) -> Timed:

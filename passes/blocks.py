@@ -17,7 +17,7 @@ from autoptd.passes.fold import Folded, RepeatedUnit, Segment, wired
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerBlock:
     """`length` segments from `first` on, of a unit. `like`: where the first equal block of the unit starts."""
 
     first: int
@@ -37,7 +37,7 @@ class Block:
         return folded.segments[self.like : self.like + self.length]
 
 
-def find_blocks(folded: Folded) -> Iterator[Block]:
+def find_blocks(folded: Folded) -> Iterator[LayerBlock]:
     """Yield the blocks of all units, in order."""
     texts, names = wired(folded.segments), _Names(folded)
     for unit in folded.units:
@@ -47,7 +47,7 @@ def find_blocks(folded: Folded) -> Iterator[Block]:
             for length in lengths:
                 several = (*texts[first : first + length], names.relative(first, length))
                 text = several if len(lengths) > 1 else ()
-                yield Block(first, length, alike.setdefault(text, first), unit)
+                yield LayerBlock(first, length, alike.setdefault(text, first), unit)
                 first += length
 
 
@@ -102,7 +102,7 @@ def owned_by_blocks(folded: Folded) -> tuple[dict[str, str], dict[int, str]]:
     readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
     owned: dict[str, str] = {}
     prefixes: dict[int, str] = {}
-    equal: dict[int, list[Block]] = {}
+    equal: dict[int, list[LayerBlock]] = {}
     for block in find_blocks(folded):
         equal.setdefault(block.like, []).append(block)
     for blocks in equal.values():

@@ -21,7 +21,7 @@ from autoptd.codegen.quoting import is_name, plain_name
 from autoptd.codegen.recompute import flow_of, recomputation_of
 from autoptd.errors import PlanFileError, TraceError
 from autoptd.passes.analysis.activations import recomputed_steps
-from autoptd.passes.blocks import Block, find_blocks, owned_by_blocks
+from autoptd.passes.blocks import LayerBlock, find_blocks, owned_by_blocks
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import module_stack
 from autoptd.passes.sharding.sharding import Sharding
@@ -216,7 +216,9 @@ def _by_policy(segments: tuple[Segment, ...], recompute: Mapping[int, str]) -> I
         yield tuple(group)
 
 
-def _piece(layout: BlockNames, block: Block, group: tuple[Segment, ...], policy: str, keeps: bool) -> BlockSegments:
+def _piece(
+    layout: BlockNames, block: LayerBlock, group: tuple[Segment, ...], policy: str, keeps: bool
+) -> BlockSegments:
     name = layout.classes[block.like] if block.unit.count > 1 or policy != "none" else ""
     low, high = group[0].index - block.first, group[-1].index - block.first
     if name and len(group) < block.length:

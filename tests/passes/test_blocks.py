@@ -73,7 +73,7 @@ def test_a_block_of_another_sort_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert differs(model, "none") == {}
     from autoptd.codegen import blocks as written
 
-    def confused(found: object) -> list[blocks.Block]:
+    def confused(found: object) -> list[blocks.LayerBlock]:
         return [replace(b, like=b.unit.first) for b in find_blocks(found)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(written, "find_blocks", confused)
