@@ -1,34 +1,117 @@
-"""Ownership of parameters by blocks, the instances of a repeated unit.
+"""Blocks of a model, which become classes of the program and recompute together; and the parameters that each owns.
 
-A block owns the parameters that only it reads and whose names differ between its instances by a prefix.
+A block is a repetition of a unit. If the layers of a repetition are of several sorts (three with linear attention, one
+with full attention), each layer is a block: the segments whose parameters' names agree up to the first word that the
+next repetition does not share.
+
+A block owns the parameters that only it reads and whose names differ between equal blocks by a prefix.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from autoptd.passes.fold import Folded, RepeatedUnit, Segment
+from autoptd.passes.fold import Folded, RepeatedUnit, Segment, wired
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """`length` segments from `first` on, of a unit. `like`: where the first equal block of the unit starts."""
+
+    first: int
+    length: int
+    like: int
+    unit: RepeatedUnit
+
+    def inside(self, first: int, last: int) -> tuple[int, ...]:
+        """Return the block's segments within a stage."""
+        return tuple(range(max(first, self.first), min(last, self.first + self.length - 1) + 1))
+
+    def segments(self, folded: Folded) -> tuple[Segment, ...]:
+        return folded.segments[self.first : self.first + self.length]
+
+    def model(self, folded: Folded) -> tuple[Segment, ...]:
+        """Return the segments of the first equal block."""
+        return folded.segments[self.like : self.like + self.length]
+
+
+def find_blocks(folded: Folded) -> Iterator[LayerBlock]:
+    """Yield the blocks of all units, in order."""
+    texts, names = wired(folded.segments), _Names(folded)
+    for unit in folded.units:
+        lengths, first = names.lengths(unit), unit.first
+        alike: dict[tuple[object, ...], int] = {}
+        for _ in range(unit.count):
+            for length in lengths:
+                several = (*texts[first : first + length], names.relative(first, length))
+                text = several if len(lengths) > 1 else ()
+                yield LayerBlock(first, length, alike.setdefault(text, first), unit)
+                first += length
+
+
+class _Names:
+    """The names of the parameters of each segment, as lists of words."""
+
+    def __init__(self, folded: Folded) -> None:
+        called = folded.traced.parameters
+        self.of = [[called[p.name].split(".") for p in s.parameters] for s in folded.segments]
+
+    def lengths(self, unit: RepeatedUnit) -> list[int]:
+        """Return the lengths of the blocks of a unit, which all of its repetitions agree on; else its own length."""
+        found = [self._layers(unit, k) for k in range(unit.count)]
+        names = [name for layers in found for name, _ in layers]
+        lengths = [[length for _, length in layers] for layers in found]
+        agreed = all(x == lengths[0] for x in lengths) and len(set(names)) == len(names)
+        return lengths[0] if agreed and unit.count > 1 else [unit.length]
+
+    def _layers(self, unit: RepeatedUnit, k: int) -> list[tuple[str, int]]:
+        """Return the names and lengths of the layers of a repetition."""
+        start, other = (unit.first + i % unit.count * unit.length for i in (k, k + 1))
+        found: list[tuple[str, int]] = []
+        for i in range(unit.length):
+            name = _shared_name(self.of[start + i], self.of[other + i])
+            if found and (not name or name == found[-1][0] or not found[-1][0]):
+                found[-1] = found[-1][0] or name, found[-1][1] + 1
+            else:
+                found.append((name, 1))
+        return found
+
+    def relative(self, first: int, length: int) -> tuple[tuple[str, ...], ...]:
+        """Return the names of some segments' parameters without what they have in common."""
+        names = [name for of in self.of[first : first + length] for name in of]
+        shared = 0
+        while names and all(x[: shared + 1] == names[0][: shared + 1] and len(x) > shared + 1 for x in names):
+            shared += 1
+        return tuple(tuple(x[shared:]) for x in names)
+
+
+def _shared_name(mine: list[list[str]], others: list[list[str]]) -> str:
+    """Return the start of the names in `mine`, up to the first word that differs in `others`; "" if there is no one."""
+    found = set()
+    for name, other in zip(mine, others, strict=True):
+        differ = next((i for i, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), None)
+        if differ is not None:
+            found.add(".".join(name[: differ + 1]))
+    return found.pop() if len(found) == 1 else ""
 
 
 def owned_by_blocks(folded: Folded) -> tuple[dict[str, str], dict[int, str]]:
-    """Return (original name of an owned parameter -> its name in the block, first segment of an instance -> path)."""
+    """Return (original name of an owned parameter -> its name in the block, first segment of a block -> path)."""
     readers = Counter(folded.traced.parameters[p.name] for s in folded.segments for p in s.parameters)
     owned: dict[str, str] = {}
     prefixes: dict[int, str] = {}
-    for unit in folded.units:
-        instances = [instance(folded, unit, k) for k in range(unit.count)]
-        named = [_relative(folded, segments, readers) for segments in instances]
-        agree = len({tuple(relative.values()) for _, relative in named}) == 1 and unit.count > 1
-        for segments, (prefix, relative) in zip(instances, named, strict=True):
-            prefixes[segments[0].index] = prefix if agree else ""
+    equal: dict[int, list[LayerBlock]] = {}
+    for block in find_blocks(folded):
+        equal.setdefault(block.like, []).append(block)
+    for blocks in equal.values():
+        named = [_relative(folded, block.segments(folded), readers) for block in blocks]
+        agree = len({tuple(relative.values()) for _, relative in named}) == 1 and len(blocks) > 1
+        for block, (prefix, relative) in zip(blocks, named, strict=True):
+            prefixes[block.first] = prefix if agree else ""
             owned |= relative if agree else {}
     return owned, prefixes
-
-
-def instance(folded: Folded, unit: RepeatedUnit, k: int) -> tuple[Segment, ...]:
-    """Return the segments of the k-th repetition of a unit."""
-    start = unit.first + k * unit.length
-    return folded.segments[start : start + unit.length]
 
 
 def _relative(folded: Folded, segments: tuple[Segment, ...], readers: Counter[str]) -> tuple[str, dict[str, str]]:

@@ -7,14 +7,13 @@
     kind       segments that are equal up to parameter names: same ops, arguments, shapes and wiring
     unit       a sequence of kinds that repeats, such as (attention, MLP) × 32
 
-A cut is narrow if no cut near it crosses fewer live tensors. Whether segments are equal is decided from the graph, not
+Cuts are chosen in `cuts.py`. Whether segments are equal is decided from the graph, not
 from module names. One representative of each kind is planned, whatever the depth of the model.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from typing import Any
 import sympy
 from torch import fx
 
+from autoptd.passes.cuts import HEAVY, merge_light, narrow_pieces
 from autoptd.passes.graph import ancestors, infos, is_getitem, op_name, operands, output_of, substitute
 from autoptd.passes.losses.loss_form import LossForm, loss_form, loss_node
 from autoptd.passes.losses.statistics_form import BatchStatistics, batch_statistics
@@ -31,22 +31,6 @@ from autoptd.passes.opcall import is_random
 from autoptd.passes.segment_names import common_prefix, name_kinds, segment_name
 from autoptd.passes.signature import Unquoted, shapes_text, signature_of, structures
 from autoptd.passes.trace.traced import Traced
-
-_NEAR = 24  # nodes on each side with which a narrow cut is compared
-_HEAVY = [
-    "linear",
-    "matmul",
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "einsum",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "scaled_dot_product_attention",
-]
 
 
 @dataclass(frozen=True)
@@ -150,16 +134,16 @@ def fold(traced: Traced) -> Folded:
     results = {loss, *sums}
     prelude = find_prelude(graph, traced)
     main = [n for n in graph.nodes if n.op == "call_function" and n not in prelude]
-    pieces = _cut(main, traced)
+    pieces = narrow_pieces(main, traced)
     known = structures(n for n in graph.nodes if n in prelude)
-    pieces = _merge_light(pieces, [s.kind for s in _segments(pieces, traced, known, results)], traced)
+    pieces = merge_light(pieces, [s.kind for s in _segments(pieces, traced, known, results)], traced)
     segments = _segments(pieces, traced, known, results)
     used = {traced.parameters[p.name] for s in segments for p in s.parameters}
     return Folded(
         traced=traced,
         prelude=tuple(n for n in graph.nodes if n in prelude and n.op == "call_function"),
         segments=segments,
-        units=_aligned(list(find_units(_wired(segments))), _wired(segments), segments, traced),
+        units=_aligned(list(find_units(wired(segments))), wired(segments), segments, traced),
         loss=loss,
         counts=tuple(counts),
         sums=sums,
@@ -183,7 +167,7 @@ def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
             continue  # keyed by its place in a segment
         elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
             name = getattr(getattr(node.target, "_schema", None), "name", "::").split("::")[1]
-            if (name not in _HEAVY or node not in needed) and not any(t.requires_grad for t in infos(node)):
+            if (name not in HEAVY or node not in needed) and not any(t.requires_grad for t in infos(node)):
                 found.add(node)
     return found
 
@@ -191,65 +175,6 @@ def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
 def owner(node: fx.Node) -> fx.Node:
     """Return the node that computes a tensor: for a `getitem`, the op whose output it picks."""
     return node.args[0] if is_getitem(node) else node  # type: ignore[return-value]
-
-
-def _cut(main: list[fx.Node], traced: Traced) -> list[list[fx.Node]]:
-    position = {n: i for i, n in enumerate(main)}
-    last_use = [max((position[u] for u in n.users if u in position), default=i) for i, n in enumerate(main)]
-    delta = [0] * (len(main) + 2)
-    for i, last in enumerate(last_use):
-        if is_getitem(main[i]) or not any(is_getitem(u) for u in main[i].users):
-            delta[i + 1] += 1  # live across the cuts i+1 … last
-            delta[last + 1] -= 1
-    crossing = list(itertools.accumulate(delta[: len(main) + 1]))
-    for i, node in enumerate(main):  # an op and the `getitem` nodes of its outputs stay together
-        if is_getitem(node):
-            crossing[i] = len(main)
-    pieces: list[list[fx.Node]] = [[]]
-    cuts: list[int] = []  # narrow cuts since the first heavy node of the piece
-    for i, node in enumerate(main):
-        near = [x for x in crossing[max(1, i - _NEAR) : i + _NEAR + 1] if x > 0]
-        if i > 0 and crossing[i] == min(near, default=0) and any(_is_heavy(n, traced) for n in pieces[-1]):
-            cuts.append(len(pieces[-1]))
-        if cuts and _is_heavy(node, traced):
-            whole = pieces.pop()
-            first, last = cuts[0], cuts[-1]
-            pieces += [p for p in (whole[:first], whole[first:last]) if p] + [whole[last:]]
-            cuts = []
-        pieces[-1].append(node)
-    if cuts:
-        whole = pieces.pop()
-        pieces += [whole[: cuts[0]], whole[cuts[0] :]]
-    return pieces
-
-
-def _merge_light(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -> list[list[fx.Node]]:
-    """Merge each light piece (no parameters, no heavy op) into the one before it. If that one is one of several of a
-    kind, and the next is not, merge it into the next: a loss without weights stays separate from equal blocks.
-    """
-    repeats = Counter(kinds)
-    found: list[list[fx.Node]] = []
-    joined = False  # whether the piece before is to be merged into this one
-    for i, piece in enumerate(pieces):
-        light = not any(_is_heavy(n, traced) for n in piece)
-        if joined:
-            found[-1].extend(piece)
-        elif light and found:
-            behind = repeats[kinds[i + 1]] if i + 1 < len(pieces) else 1
-            if repeats[kinds[i - 1]] > 1 and behind == 1:
-                found.append(list(piece))
-                joined = True
-                continue
-            found[-1].extend(piece)
-        else:
-            found.append(list(piece))
-        joined = False
-    return found
-
-
-def _is_heavy(node: fx.Node, traced: Traced) -> bool:
-    """Return whether a node reads a parameter or is a heavy op."""
-    return op_name(node) in _HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)
 
 
 def _segments(
@@ -272,7 +197,7 @@ def _segments(
     return tuple(replace(s, kind=kinds[signature]) for s, signature in zip(segments, signatures, strict=True))
 
 
-def _wired(segments: tuple[Segment, ...]) -> list[str]:
+def wired(segments: tuple[Segment, ...]) -> list[str]:
     """Return kinds with the source of each received tensor: segments back, or the index if more than two receive it."""
     source = {n: (s.index, i) for s in segments for i, n in enumerate(s.sends)}
     readers = Counter(n for s in segments for n in s.receives)

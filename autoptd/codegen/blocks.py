@@ -21,8 +21,8 @@ from autoptd.codegen.quoting import is_name, plain_name
 from autoptd.codegen.recompute import flow_of, recomputation_of
 from autoptd.errors import PlanFileError, TraceError
 from autoptd.passes.analysis.activations import recomputed_steps
-from autoptd.passes.blocks import instance, owned_by_blocks
-from autoptd.passes.fold import Folded, RepeatedUnit, Segment
+from autoptd.passes.blocks import LayerBlock, find_blocks, owned_by_blocks
+from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import module_stack
 from autoptd.passes.sharding.sharding import Sharding
 
@@ -59,7 +59,7 @@ class BlockSegments:
     block: str
     prefix: str  # dotted path of the module that owns its parameters
     policy: str  # of recomputation: "none", or one of `passes.analysis.activations.POLICIES`
-    model: tuple[Segment, ...]  # the same segments of the unit's first instance, from which the class is written
+    model: tuple[Segment, ...]  # the same segments of the first equal block, from which the class is written
 
     @property
     def first(self) -> int:
@@ -109,8 +109,9 @@ class BlockNames:
 
     folded: Folded
     owned: dict[str, str]  # original name of a parameter -> its name within its block
-    prefixes: dict[int, str]  # first segment of each unit's instance -> dotted path
-    classes: dict[int, str]  # first segment of each unit -> class name; a unit without repeats uses it if recomputed
+    prefixes: dict[int, str]  # first segment of each block -> dotted path
+    classes: dict[int, str]  # first segment of the first of equal blocks -> class name; one that does not repeat uses
+    # it if recomputed
     loss_in_place: bool = False  # see `loss` in `search/constraints/options.py`
     regather: bool = False  # see `gathers` there
 
@@ -125,10 +126,11 @@ def name_blocks(folded: Folded, loss_in_place: bool = False, regather: bool = Fa
     _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
     owned, prefixes = owned_by_blocks(folded)
     classes: dict[int, str] = {}
-    for unit in folded.units:
-        segments = instance(folded, unit, 0)
-        name = _class_name(segments) + ("" if unit.count > 1 else _last_word(segments[0].name))
-        classes[unit.first] = _fresh_class(name, classes.values())
+    for block in find_blocks(folded):
+        if block.like == block.first:
+            segments = block.segments(folded)
+            name = _class_name(segments) + ("" if block.unit.count > 1 else _last_word(segments[0].name))
+            classes[block.first] = _fresh_class(name, classes.values())
     _refuse_taken(owned.values(), _BLOCK_NAMES | axes)
     return BlockNames(folded, owned, prefixes, classes, loss_in_place, regather)
 
@@ -172,17 +174,15 @@ def pieces_of(
     """Divide a stage's segments into pieces, in program order. `recompute`: segment -> policy."""
     folded = layout.folded
     found: list[BlockSegments] = []
-    for unit in folded.units:
-        for k in range(unit.count):
-            segments = instance(folded, unit, k)
-            mine = tuple(s for s in segments if first <= s.index <= last)
-            groups = list(_by_policy(mine, recompute))
-            if layout.prefixes[segments[0].index]:
-                _refuse_several(groups, recompute)
-            for group in groups:
-                policy = effective_policy(group, sharding, recompute.get(group[0].index, "none"))
-                keeps = bool(recomputation_of(group, sharding, policy).kept)
-                found.append(_piece(layout, unit, segments, group, policy, keeps))
+    for block in find_blocks(folded):
+        mine = tuple(folded.segments[i] for i in block.inside(first, last))
+        groups = list(_by_policy(mine, recompute))
+        if layout.prefixes[block.first]:
+            _refuse_several(groups, recompute)
+        for group in groups:
+            policy = effective_policy(group, sharding, recompute.get(group[0].index, "none"))
+            keeps = bool(recomputation_of(group, sharding, policy).kept)
+            found.append(_piece(layout, block, group, policy, keeps))
     return found
 
 
@@ -217,19 +217,13 @@ def _by_policy(segments: tuple[Segment, ...], recompute: Mapping[int, str]) -> I
 
 
 def _piece(
-    layout: BlockNames,
-    unit: RepeatedUnit,
-    whole: tuple[Segment, ...],
-    group: tuple[Segment, ...],
-    policy: str,
-    keeps: bool,
+    layout: BlockNames, block: LayerBlock, group: tuple[Segment, ...], policy: str, keeps: bool
 ) -> BlockSegments:
-    prefix = layout.prefixes[whole[0].index]
-    name = layout.classes[unit.first] if unit.count > 1 or policy != "none" else ""
-    if name and len(group) < len(whole):
-        low, high = group[0].index - whole[0].index + 1, group[-1].index - whole[0].index + 1
-        name += f"Part{low}" if low == high else f"Parts{low}To{high}"
+    name = layout.classes[block.like] if block.unit.count > 1 or policy != "none" else ""
+    low, high = group[0].index - block.first, group[-1].index - block.first
+    if name and len(group) < block.length:
+        name += f"Part{low + 1}" if low == high else f"Parts{low + 1}To{high + 1}"
     # "full" changes nothing within a block that decides nothing
     name += policy.title() if policy in ("selective", "ops") or (policy == "full" and keeps) else ""
-    start = unit.first + group[0].index - whole[0].index
-    return BlockSegments(group, name, prefix, policy, layout.folded.segments[start : start + len(group)])
+    model = block.model(layout.folded)[low : high + 1]
+    return BlockSegments(group, name, layout.prefixes[block.first], policy, model)

@@ -24,6 +24,7 @@ from autoptd.explain.tables import columns
 from autoptd.passes.analysis.activations import nbytes, saved_activations, symbolic_bytes
 from autoptd.passes.analysis.dataflow import RANKS
 from autoptd.passes.analysis.liveness import walk
+from autoptd.passes.blocks import find_blocks
 from autoptd.passes.fold import Segment
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.sharding import Sharding
@@ -130,9 +131,8 @@ def _common(names: list[str]) -> str:
 
 
 def _blocks(source: TracedModel) -> list[tuple[Segment, ...]]:
-    """Return the segments of one repetition of each unit, in order."""
-    segments = source.folded.segments
-    return [segments[u.first : u.first + u.length] for u in source.folded.units]
+    """Return the segments of the first of equal blocks, in order."""
+    return [block.segments(source.folded) for block in find_blocks(source.folded) if block.like == block.first]
 
 
 def _number(plan: Plan, source: TracedModel) -> Sizes:

@@ -37,6 +37,7 @@ PRODUCTS = frozenset(
     }
 )
 GROUPED = frozenset({ops.grouped_mm})  # each row is multiplied by one matrix of several
+SUBSTITUTIONS = frozenset({aten.linalg_solve_triangular.default})
 CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
 LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
 CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default})
@@ -74,6 +75,9 @@ def flops(call: OpCall) -> Size:
     if call.target in GROUPED:
         rows, weight = call.operands[:2]
         return 2 * prod(rows.shape) * weight.shape[2]
+    if call.target in SUBSTITUTIONS:  # half of the steps of a product
+        system, given = call.operands
+        return prod(given.shape) * system.shape[-1]
     if call.target in CONVOLUTIONS:
         source, weight = call.operands[:2]
         return conv_flop_count(list(source.shape), list(weight.shape), list(call.outputs[0].shape))

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from autoptd.passes.known.delta_rule import DELTA_RULES
 from autoptd.passes.known.flex_attention import dense_flex_attention, eager_flex_attention
+from autoptd.passes.known.gated_recurrences import GATED
 from autoptd.passes.known.numpy_functions import NUMPY
 from autoptd.passes.known.python_random import fractions_drawn_by_torch
 from autoptd.passes.known.recurrence import layer_by_layer
@@ -18,7 +20,12 @@ from autoptd.passes.known.scans import SCANS
 @contextmanager
 def written_to_trace(model: nn.Module) -> Iterator[None]:
     """Let the model call functions that can be traced, and whose random numbers are keyed."""
-    with replaced_functions(model, NUMPY | SCANS), casts_that_change_nothing(), dense_flex_attention(), _drawn(model):
+    with (
+        replaced_functions(model, NUMPY | SCANS | GATED | DELTA_RULES),
+        casts_that_change_nothing(),
+        dense_flex_attention(),
+        _drawn(model),
+    ):
         yield
 
 

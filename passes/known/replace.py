@@ -1,7 +1,7 @@
 """Replacement of functions that models of several libraries call, while a model is traced or run.
 
 A function is known by its name and its parameters, since models carry copies of it. It is replaced in the Python
-modules of the model's classes.
+modules of the model's classes, and a method in the classes themselves.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from torch import nn
 
 @contextmanager
 def replaced_functions(model: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the functions of these names and parameters that the model's classes call."""
+    """Replace the functions of these names and parameters that the model's classes call, or have as methods."""
+    classes = {cls for m in model.modules() for cls in type(m).__mro__}
     with ExitStack() as replaced:
         for module in {type(m).__module__ for m in model.modules()} & sys.modules.keys():
             names = vars(sys.modules[module])
             found = {name: made for name, made in functions.items() if _same_parameters(names.get(name), made)}
             replaced.enter_context(patch.dict(names, found))
+        for cls in classes:
+            for name, made in functions.items():
+                if _same_parameters(vars(cls).get(name), made):
+                    replaced.enter_context(patch.object(cls, name, made))
         yield
 
 

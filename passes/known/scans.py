@@ -16,19 +16,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoptd.passes.known.numbers import number
 
-def linear_recurrence(a: Tensor, b: Tensor) -> Tensor:
-    """Return h [..., t, n] of a, b [..., t, n], from h = 0 before the first step."""
-    steps = b.shape[-2]
+Times = Callable[[Tensor, Tensor], Tensor]
+
+
+def linear_recurrence(a: Tensor, b: Tensor, dim: int = -2, times: Times = torch.mul) -> Tensor:
+    """Return h, of the shape of b [..., t, n], from h = 0 before the first step; a is broadcast to b.
+
+    dim: of the steps, from the end. times: the product, of numbers, or `torch.matmul` of matrices a [..., t, k, k] and
+    b [..., t, k, n] with dim -3.
+    """
+    steps = number(b.shape[dim])
     if steps == 1:
         return b
+    behind = (0, 0) * (-dim - 1)
     if steps % 2:
-        return linear_recurrence(F.pad(a, (0, 0, 0, 1)), F.pad(b, (0, 0, 0, 1)))[..., :steps, :]
+        a, b = (F.pad(x, (*behind, 0, 1)) for x in (a, b))
+        return linear_recurrence(a, b, dim, times).narrow(dim, 0, steps)
     pairs = steps // 2
-    (a0, a1), (b0, b1) = (x.unflatten(-2, (pairs, 2)).unbind(-2) for x in (a, b))
-    odd = linear_recurrence(a1 * a0, a1 * b0 + b1)
-    even = b0 + a0 * F.pad(odd, (0, 0, 1, 0))[..., :pairs, :]
-    return torch.stack((even, odd), -2).flatten(-3, -2)
+    (a0, a1), (b0, b1) = (x.unflatten(dim, (pairs, 2)).unbind(dim) for x in (a, b))
+    odd = linear_recurrence(times(a1, a0), times(a1, b0) + b1, dim, times)
+    even = b0 + times(a0, F.pad(odd, (*behind, 1, 0)).narrow(dim, 0, pairs))
+    return torch.stack((even, odd), dim).flatten(dim - 1, dim)
 
 
 def selective_scan(

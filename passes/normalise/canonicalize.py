@@ -37,6 +37,13 @@ def write_native_dropout_as_dropout(graph: fx.Graph, traced: Traced) -> None:
                 user.replace_all_uses_with(plain)
 
 
+def write_starts_of_slices(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite `x[:n]` to `x[0:n]`, as the same code is traced once the length of x is a number."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is aten.slice.Tensor and node.args[2:3] == (None,):
+            node.args = (*node.args[:2], 0, *node.args[3:])
+
+
 def write_copy_as_source(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite `copy`, the functional form of `y.copy_(x)`, to x in the dtype and shape of y."""
     for node in list(graph.nodes):

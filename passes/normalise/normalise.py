@@ -39,6 +39,7 @@ from autoptd.passes.normalise.canonicalize import (
     write_masked_put_as_where,
     write_native_dropout_as_dropout,
     write_slices_of_samples_as_chunk,
+    write_starts_of_slices,
     write_sums_by_index,
     write_views_as_reshape,
 )
@@ -130,6 +131,7 @@ PREPARE: list[Pass] = [
     write_casts_with_their_type,
     write_convolution_padding_as_numbers,
     write_equal_bags_as_embedding,
+    write_starts_of_slices,
     drop_identities,
     write_parts_of_expanded,
     write_views_as_reshape,

@@ -328,6 +328,12 @@ def matmul(call: OpCall) -> str:
     return f"{left}, {right} -> {'' if a == b == 1 else '...'} {'m' if a > 1 else ''} {'n' if b > 1 else ''}"
 
 
+def triangular(call: OpCall) -> str:
+    """Return the notation of X in A X = B, whose columns are apart, or of X in X A = B, whose rows are."""
+    given = "... n ." if call.kwargs.get("left", True) is False else "... . n"
+    return f"... . ., {given} -> {given}"
+
+
 def addmm(call: OpCall) -> str:
     """Return the notation of bias + a @ b, with or without a batch dim."""
     batch = ["b"] * (call.outputs[0].ndim - 2)

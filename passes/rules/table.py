@@ -34,6 +34,11 @@ def first(call: OpCall) -> Sequence[frozenset[int]]:
     return (frozenset({0}),) if isinstance(call.args[0], TensorInfo) else ()
 
 
+def second(call: OpCall) -> Sequence[frozenset[int]]:
+    """Return the second operand alone."""
+    return (frozenset({1}),)
+
+
 def together(call: OpCall) -> Sequence[frozenset[int]]:
     """Return all operands at once, as for a concatenation."""
     return (frozenset(range(len(call.operands))),)
@@ -169,6 +174,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.cosine_embedding_loss.default: Rule(n.row_loss(4)),
     aten.cross_entropy_loss.default: Rule(n.class_loss),
     aten.ctc_loss.Tensor: Rule(ctc),
+    aten.cummax.default: Rule(n.unsplittable()),
     aten.cumsum.default: Rule(n.unsplittable(), first),
     aten.detach.default: CAST,
     aten.detach_.default: CAST,
@@ -188,6 +194,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.expand.default: Rule("... -> ...", first, shape(1)),
     aten.expand_as.default: Rule(n.elementwise, first),
     aten.expm1.default: POINTWISE,
+    aten.eye.default: FACTORY,
     aten.fill.Tensor: POINTWISE,
     aten.flatten.using_ints: VIEW,
     aten.flip.default: Rule(n.unsplittable(1, "dims"), first),
@@ -224,6 +231,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.le.Tensor: POINTWISE,
     aten.leaky_relu.default: POINTWISE,
     aten.lift_fresh_copy.default: CAST,
+    aten.linalg_solve_triangular.default: Rule(n.triangular, second),
     aten.linear.default: Rule(n.linear, product_and_bias),
     aten.log.default: POINTWISE,
     aten.log1p.default: POINTWISE,

@@ -25,6 +25,7 @@ from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
 from autoptd.passes.known.known import written_to_trace
+from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
@@ -205,6 +206,13 @@ class _Exporter:
     def with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         """Return the graph and its exporter, which casts inputs in the user's parameter dtype that meet a matrix
         product in `precision`. If torch refuses mixed dtypes, a graph in the original dtype shows which inputs do."""
+        try:
+            return self._with_casts(repeats=repeats)
+        except SizeNeeded as needed:
+            fixed = self.fixed | needed.dims(self.specs)
+            return replace(self, fixed=fixed).with_casts(repeats=repeats)
+
+    def _with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         given = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         computed = PRECISIONS[self.precision]
         names = [
@@ -319,6 +327,8 @@ class _Exporter:
                 )
         except AutoptdError as error:
             raise placed(error) from None
+        except SizeNeeded:
+            raise
         except Exception as error:  # anything that the model's code or a library raises
             raise explain(error) from error
         inline_regions(program.graph, program.graph_module)  # writes within them are looked for next

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoptd.passes.blocks import find_blocks
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.recompute_options import RecomputeOption, RecomputeOptions, undominated
 from autoptd.search.pipeline.stage_parameters import block_peak
@@ -25,17 +26,14 @@ class BlockCosts:
     def __init__(self, chunks: ChunkCosts) -> None:
         self.chunks, self.folded, self.method = chunks, chunks.folded, chunks.method
         self._wanted = chunks.candidate.recompute
+        self._blocks = list(find_blocks(self.folded))
+        self._at = [at for at, block in enumerate(self._blocks) for _ in range(block.length)]  # by segment
         self._options: dict[tuple[str, ...], RecomputeOptions] = {}
 
     def within(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
-        """Yield the segments of each block of a stage: a repetition of a unit, or the part of it inside the stage."""
-        for unit in self.folded.units:
-            if unit.last < first or unit.first > last:
-                continue
-            begin = unit.first + max(0, first - unit.first) // unit.length * unit.length
-            for start in range(begin, min(unit.last, last) + 1, unit.length):
-                if inside := tuple(i for i in range(start, start + unit.length) if first <= i <= last):
-                    yield inside
+        """Yield the segments of each block of a stage, or of the part of it inside the stage."""
+        for block in self._blocks[self._at[first] : self._at[last] + 1]:
+            yield block.inside(first, last)
 
     def options_of(self, block: tuple[int, ...]) -> RecomputeOptions:
         """Return the recompute options of a block."""

@@ -115,6 +115,11 @@ def test_flops_are_those_of_torch(target: Any) -> None:
         assert flops(example.call()) == counter.get_total_flops(), example.args
 
 
+def test_a_substitution_takes_half_of_a_product() -> None:
+    solve = call(aten.linalg_solve_triangular.default, real(b, 64, 64), real(b, 64, 128), out=real(b, 64, 128))
+    assert work(solve).kind == "matmul" and flops(solve) == b * 64 * 64 * 128
+
+
 def test_work() -> None:
     linear = call(aten.linear.default, X, real(128, 64), real(128), out=real(b, s, 128))
     assert work(linear) == Work("matmul", 2 * b * s * 64 * 128, 256 * b * s + 4 * (64 * 128 + 128), 512 * b * s)

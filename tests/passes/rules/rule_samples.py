@@ -164,6 +164,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(5, 4, 3), whole(2, 4, 2) + 1, torch.tensor([5, 4, 5, 3]), torch.tensor([2, 1, 0, 1]), 0, reduction)
         for reduction in (0, 1, 2)
     ],
+    aten.cummax.default: [(real(4, 8), -1)],
     aten.cumsum.default: [(real(4, 8), -1)],
     aten.div.Scalar: [(real(*X), 3.0)],
     aten.div.Tensor: [(real(*X), positive(8)), (real(*X), 4.0), (3.0, positive(*X))],
@@ -180,6 +181,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.empty_like.default: [],
     aten.expand.default: [(real(4, 1, 8), [4, 6, 8]), (real(8), [4, -1]), (real(4, 1, 8), [-1, 2, -1])],
     aten.expand_as.default: [(real(4, 1, 8), fixed(2, 4, 6, 8))],
+    aten.eye.default: [(4,)],
     aten.fill.Tensor: [(real(*X), torch.tensor(2.0, dtype=torch.float64))],
     aten.flatten.using_ints: [(real(4, 8, 6), 1), (real(2, 4, 3, 4), 2, 3)],
     aten.flip.default: [(real(*X), [1])],
@@ -211,6 +213,10 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 6, 8), [8], real(8), real(8)),
         (real(4, 6, 8), [6, 8]),
         (real(4, 8), [8], real(8)),
+    ],
+    aten.linalg_solve_triangular.default: [
+        (real(2, 4, 4), real(2, 4, 6), {"upper": False, "unitriangular": True}),
+        (real(2, 4, 4), real(2, 6, 4), {"upper": True, "left": False, "unitriangular": True}),
     ],
     aten.linear.default: [
         (real(4, 6, 8), real(12, 8), real(12)),

@@ -1,0 +1,80 @@
+"""Blocks: layers of several sorts are blocks of their own, and equal ones share a class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.passes import blocks
+from autoptd.passes.blocks import find_blocks, owned_by_blocks
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.passes.test_fold import Block, Stack, folded
+
+WIDE = 24  # of the MLP in layers of the other sort
+
+
+def period(*widths: int, times: int = 2) -> Stack:
+    """Return layers whose MLPs have these widths, several times in turn."""
+    torch.manual_seed(0)
+    return Stack([Block(hidden=n) for _ in range(times) for n in widths]).double()
+
+
+def layers(model: Stack) -> list[tuple[int, int]]:
+    """Return (layer, first equal layer) of each block that is a whole layer."""
+    found = folded(model)
+    paths = owned_by_blocks(found)[1]
+    whole = [b for b in find_blocks(found) if paths[b.first]]
+    return [(int(paths[b.first].split(".")[1]), int(paths[b.like].split(".")[1])) for b in whole]
+
+
+def test_each_layer_of_a_period_is_a_block() -> None:
+    found = layers(period(16, 16, WIDE, times=3))
+    assert found == [(0, 0), (1, 0), (2, 2), (3, 0), (4, 0), (5, 2), (6, 0), (7, 0), (8, 2)]
+
+
+def test_equal_layers_are_blocks_as_before() -> None:
+    assert layers(period(16, times=4)) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+
+
+def test_parameters_are_owned_by_their_layer() -> None:
+    owned, _ = owned_by_blocks(folded(period(16, WIDE)))
+    assert owned["blocks.3.up.weight"] == owned["blocks.2.up.weight"] == "up.weight"
+
+
+def test_blocks_cover_the_units() -> None:
+    found = folded(period(16, 16, WIDE, times=3))
+    covered = [i for b in find_blocks(found) for i in b.inside(0, len(found.segments))]
+    assert covered == list(range(len(found.segments)))
+
+
+def differs(model: Stack, recompute: str) -> dict[str, float]:
+    rng = torch.Generator().manual_seed(1)
+    batches = [{"x": torch.randn(4, 5, 4, generator=rng, dtype=torch.float64)} for _ in range(2)]
+    source = autoptd.trace(model, inputs=batches[0], precision="fp64")
+    fix = {"tp": 2, "pp": 2, "dp": 1, "micro": 2, "recompute": recompute}
+    asked = {"world": 4, "cluster": "local", "batch": 4, "precision": "fp64", "optimizer": "sgd"}
+    made = autoptd.parallelize(source, fix=fix, optimizer_options={"lr": 0.1}, **asked)
+    ours = train_in_lockstep(made, batches)
+    alone = train_alone(model, batches, optimizer="sgd", optimizer_options={"lr": 0.1})
+    return {n: d for n, d in differences(ours.state, alone.state).items() if not d <= 1e-10}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "ops"])
+def test_layers_of_several_sorts_train_as_one_process(recompute: str) -> None:
+    assert differs(period(16, 16, WIDE, times=3), recompute) == {}
+
+
+def test_a_block_of_another_sort_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that differ in a number alone get the program of the first layer."""
+    model = Stack([Block(eps=eps) for _ in range(3) for eps in (1e-5, 0.5)]).double()
+    assert differs(model, "none") == {}
+    from autoptd.codegen import blocks as written
+
+    def confused(found: object) -> list[blocks.LayerBlock]:
+        return [replace(b, like=b.unit.first) for b in find_blocks(found)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(written, "find_blocks", confused)
+    assert differs(model, "none") != {}
