@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -30,7 +30,8 @@ WORLD, CLUSTER, OPTIMIZER = 8, "dgx-h100", "sgd"
 class Case(Protocol):
     """A model of a library: `family` groups the report, `build` gives the model with its batch, which may be nested.
 
-    A case with an attribute `loss` is trained with that function of the outputs.
+    A case with an attribute `loss` is trained with that function of the outputs. One with an attribute `meshes` is run on
+    the first of them that has a plan.
     """
 
     @property
@@ -62,6 +63,7 @@ class Outcome:
     difference: float = 0.0
     split: float = 0.0  # share of the parameters that tp splits
     experts: str = ""
+    mesh: str = ""  # where it is another than the usual one, for a reason that `what` says
     free: str = ""  # mesh of the plan with nothing fixed
     seconds: float = 0.0
 
@@ -84,8 +86,8 @@ def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
         examples = nest.nested(moved(batch, 0, 2))
         source = autoptd.trace(model, inputs=examples, loss=getattr(case, "loss", None), precision="fp64")
         step = "plan"
-        planned = _plan(source, batch, FIX)
-        found |= {"split": split_share(planned, model), "experts": expert_ranks(planned)}
+        planned, others = _first_plan(source, batch, getattr(case, "meshes", (FIX,)))
+        found |= others | {"split": split_share(planned, model), "experts": expert_ranks(planned)}
         step = "run"
         found |= _compared(source, planned, batch)
         if free:
@@ -111,6 +113,22 @@ def fill_zeros(model: nn.Module) -> None:
     for p in model.parameters():
         if p.requires_grad and not p.is_meta and not p.any():
             p.uniform_(-0.02, 0.02)
+
+
+def _first_plan(source: TracedModel, batch: Batch, meshes: Sequence[Mapping[str, int]]) -> tuple[Plan, dict[str, str]]:
+    """Return the plan of the first mesh that has one; and if that is a later one, what the error of the first says."""
+    refused: AutoptdError | None = None
+    for fix in meshes:
+        try:
+            planned = _plan(source, batch, fix)
+        except AutoptdError as error:
+            refused = refused or error
+        else:
+            if refused is None:
+                return planned, {}
+            return planned, {"mesh": str(planned.mesh), "what": refused.what, "where": refused.where, "fix": refused.fix}
+    assert refused is not None, "no mesh is given"
+    raise refused
 
 
 def _plan(source: TracedModel, batch: Batch, fix: Mapping[str, int]) -> Plan:

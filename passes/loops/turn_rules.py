@@ -20,7 +20,7 @@ from autoptd.passes.rules import op_notations as notations
 from autoptd.passes.rules.table import RULES
 
 aten = torch.ops.aten
-_FREE = ("linear", "layer_norm", "rms_norm", "embedding", "pad", "constant_pad_nd")
+_FREE = ("linear", "layer_norm", "rms_norm", "embedding", "pad", "constant_pad_nd", "mT", "mH", "tril", "triu")
 _SAME = ("to", "_to_copy", "type_as", "clone", "contiguous", "detach", "alias", "dropout", "where")
 _VIEWS = ("reshape", "view", "_unsafe_view", "flatten", "unflatten", "squeeze", "view_as", "reshape_as")
 _DIMS: Mapping[str, tuple[int, ...]] = {  # op -> its arguments that are dims

@@ -74,6 +74,29 @@ class Unknown(nn.Module):
         return d.square().mean() + spectrum.mean()
 
 
+class Operators(nn.Module):
+    """Python's operators on booleans and integers with a number, and a branch of no width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.none = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        shown = ((h > 0) & True) | ((h < -0.5) & self.training) ^ False
+        kinds = ((h * 4).long() & 3 | 4 ^ 1) << 1 >> 2
+        h = torch.cat((h, self.none(h)), -1).masked_fill(shown, 0.5) * kinds
+        nothing = self.none(h).view(h.size(0), h.size(1), 2, 0).transpose(1, 2).reshape(h.size(0), 0)
+        return h.square().mean() + nothing.sum()
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp": 2}, {"pp": 2}], ids=str)
+def test_operators_with_numbers_and_tensors_without_elements(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    _, wrong = trained(Operators(), **mesh)
+    assert wrong == []
+
+
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "dp": 2, "pp": 2}], ids=str)
 def test_unknown_ops_run_right_and_are_reported(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
