@@ -16,7 +16,7 @@ class Draw:
 
     random: random.Random
     notes: list[str] = field(default_factory=list)
-    spice: float = 0.3
+    spice: float = 0.4
 
     @classmethod
     def of(cls, seed: int, attempt: int) -> Draw:

@@ -59,7 +59,7 @@ def hooked(model: nn.Module, draw: Draw) -> None:
         for m in model.modules()
         if isinstance(m, nn.Linear) or "Norm" in type(m).__name__ or "MLP" in type(m).__name__
     ]
-    for module in draw.some(leaves, 2) or leaves[:1]:
+    for module in draw.some(leaves, 3) or leaves[:1]:
         module.register_forward_hook(lambda m, given, y: op(y) if isinstance(y, Tensor) and y.ndim == 3 else y)
 
 
@@ -110,12 +110,15 @@ def skipping(model: nn.Module, draw: Draw) -> None:
     """Add the input of the first layer to what the last one of its list returns."""
     kept: list[Tensor] = []
 
+    def keep(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
+        kept[:] = given[:1]
+        return given, named
+
     def add(layer: nn.Module, given: Any, y: Any) -> Any:
-        start = kept.pop()
-        return y + start if isinstance(y, Tensor) else (y[0] + start, *y[1:])
+        return y + kept[0] if isinstance(y, Tensor) else (y[0] + kept[0], *y[1:])
 
     for layers in layers_of(model)[:1]:
-        layers[0].register_forward_pre_hook(lambda layer, given, named: kept.append(given[0]), with_kwargs=True)
+        layers[0].register_forward_pre_hook(keep, with_kwargs=True)
         layers[-1].register_forward_hook(add)
 
 

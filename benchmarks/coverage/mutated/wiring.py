@@ -293,7 +293,6 @@ def drawn_trunk(draw: Draw, shape: Shape, causal: bool) -> Trunk:
             layers.append(Block(draw, shape, causal))
     else:
         layers = [Block(draw, shape, causal) for _ in range(shape.layers)]
-    places = draw.some(range(len(layers) + 1), 1) if draw.odd() else []
-    for at in places:
+    for at in draw.some(range(len(layers) + 1), 2)[::-1]:
         layers.insert(at, drawn_op(draw))
     return Trunk([maybe_wrapped(layer, draw, shape, 0.3) for layer in layers], draw)
