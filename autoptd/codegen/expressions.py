@@ -387,6 +387,7 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.to.device: _to_device,
     aten.to.dtype: _to_dtype,
     aten.to.dtype_layout: _to_layout,
+    aten.view_as_complex.default: _function("ops.as_complex"),
     **{method: _of_experts(name) for name, method in EXPERT_OPS.items()},
     convert: _convert,
     ops.cross_entropy: _cross_entropy,

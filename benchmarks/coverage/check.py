@@ -30,8 +30,8 @@ WORLD, CLUSTER, OPTIMIZER = 8, "dgx-h100", "sgd"
 class Case(Protocol):
     """A model of a library: `family` groups the report, `build` gives the model with its batch, which may be nested.
 
-    A case with an attribute `loss` is trained with that function of the outputs. One with an attribute `meshes` is run on
-    the first of them that has a plan.
+    A case with an attribute `loss` is trained with that function of the outputs. One with an attribute `meshes` is run
+    on the first of them that has a plan.
     """
 
     @property
@@ -126,7 +126,8 @@ def _first_plan(source: TracedModel, batch: Batch, meshes: Sequence[Mapping[str,
         else:
             if refused is None:
                 return planned, {}
-            return planned, {"mesh": str(planned.mesh), "what": refused.what, "where": refused.where, "fix": refused.fix}
+            said = {"what": refused.what, "where": refused.where, "fix": refused.fix}
+            return planned, {"mesh": str(planned.mesh), **said}
     assert refused is not None, "no mesh is given"
     raise refused
 

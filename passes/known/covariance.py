@@ -1,4 +1,4 @@
-"""`torch.cov` and `torch.corrcoef` as ops on sizes: torch's own read their divisor from a tensor, which has no trace."""
+"""`torch.cov` and `torch.corrcoef` as ops on sizes; torch reads their divisor from a tensor, which a trace lacks."""
 
 from __future__ import annotations
 

@@ -22,7 +22,12 @@ from benchmarks.coverage.mutated.pictures import PICTURES
 ATTEMPTS = 50
 OWN = {**BASES, **PICTURES}
 FROM_LIBRARY = 4  # every so many seeds, one model is of transformers
-MESHES = (FIX, {"tp": 1, "pp": 2, "dp": 4}, {"tp": 2, "pp": 1, "dp": 4}, {"tp": 1, "pp": 1, "dp": 8})  # odd sizes do not split
+MESHES = (  # odd sizes do not split
+    FIX,
+    {"tp": 1, "pp": 2, "dp": 4},
+    {"tp": 2, "pp": 1, "dp": 4},
+    {"tp": 1, "pp": 1, "dp": 8},
+)
 Loss = Callable[[Any], Tensor]
 
 
