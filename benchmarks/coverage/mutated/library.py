@@ -81,6 +81,8 @@ def layers_of(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def shared(model: nn.Module, draw: Draw) -> None:
+    """Use the first layer twice; with a cache of keys, the second one reads those of both."""
+    model.config.get_text_config().use_cache = draw.chance(0.3)  # type: ignore[union-attr,operator]
     for layers in layers_of(model):
         layers[1] = layers[0]
 
