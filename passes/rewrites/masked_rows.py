@@ -41,6 +41,11 @@ _FIX = (
     "use mask.sum() for their number"
 )
 
+_DENSE = (
+    "keep all rows and multiply by the mask: out + expert(x) * (gates * (chosen == i)).sum(-1, keepdim=True); or sort the "
+    "rows by expert and multiply them at once (torch._grouped_mm)"
+)
+
 
 def masked_rows(x: Tensor, mask: Tensor, dim: int) -> Tensor:
     """Return rows of x [..., *mask.shape, ...] with the dims of the mask, from `dim` on, as one."""
@@ -355,7 +360,12 @@ def follow_masked_rows(graph: fx.Graph, traced: Traced) -> None:
         return
     for node in graph.nodes:
         if node.target in _INDICES:
-            _refuse(node, "gives indices that are used other than to select rows")
+            raise UnsupportedOp(
+                f"{op_name(node)} gives as many indices as there are true elements, a number that depends on data, and "
+                "they do more than to select these elements",
+                where=source_line(node),
+                fix=_DENSE,
+            )
     share_repeated(graph, traced)  # masks are the same if they are computed alike
     follower = MaskedRows(graph)
     for node in list(graph.nodes):

@@ -159,6 +159,13 @@ def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
         if name is None:
             raise UnsupportedOp("the loss writes to a buffer of its own", fix="hold the buffer in the model")
         if other := next((n for n, x in held.items() if n != name and shares_memory(x, held[name])), ""):
+            one, two = (model.get_submodule(n.rpartition(".")[0]) for n in (name, other))
+            if one is two:
+                raise UnsupportedOp(
+                    f"forward updates the buffer {name} of a module that is also held as {other.rpartition('.')[0]}",
+                    where=name,
+                    fix="hold it in one place and call it from there twice, or give each place a module of its own",
+                )
             raise UnsupportedOp(
                 f"forward updates the buffer {name}, which shares its memory with {other}",
                 where=name,
