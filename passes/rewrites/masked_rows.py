@@ -42,8 +42,8 @@ _FIX = (
 )
 
 _DENSE = (
-    "keep all rows and multiply by the mask: out + expert(x) * (gates * (chosen == i)).sum(-1, keepdim=True); or sort the "
-    "rows by expert and multiply them at once (torch._grouped_mm)"
+    "keep all rows and multiply by the mask: out + expert(x) * (gates * (chosen == i)).sum(-1, keepdim=True); or sort "
+    "the rows by expert and multiply them at once (torch._grouped_mm)"
 )
 
 
