@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # private; seen
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.passes.data_checks import passing
+from autoptd.passes.known.covariance import COVARIANCES
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {
@@ -84,6 +85,8 @@ class TracedReads(TorchFunctionMode):
             return args[0].detach()
         if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
+        if func in COVARIANCES and not {"fweights", "aweights"} & kwargs.keys():
+            return COVARIANCES[func](*args, **kwargs)
         if func in _NUMBERS and args[0] in self.recipes:
             found = self.computed(Recipe(func, (self.recipes[args[0]], *args[1:])))
             if found is not None:

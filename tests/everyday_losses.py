@@ -303,6 +303,7 @@ WHOLE: dict[str, Loss] = {
     "samples_last": lambda z, y, m: (lambda f: (f.t() @ f).softmax(-1).diagonal().log().mean())(z[:, 0].t().tanh()),
     "broadcast": lambda z, y, m: F.mse_loss(z[:, 0, :1], m[:, 0]),
     "covariance": lambda z, y, m: (z[:, 0] @ z[:, 0].T).square().mean(),
+    "covariance_of_features": lambda z, y, m: z[:, 0].t().cov().square().sum() + z[:, 1].t().corrcoef().triu(1).sum(),
     "softmax_over_samples": lambda z, y, m: (z[:, 0, 0].softmax(0) * m[:, 0]).sum(),
     "place_of_the_sample": lambda z, y, m: (z[:, 0].sum(-1) * torch.arange(z.size(0))).sum(),
 }

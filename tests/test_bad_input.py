@@ -85,6 +85,11 @@ class Scaled(Scalar):
         return self.layer(x).sum() * x.sum().item()
 
 
+class Same(Scalar):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() if torch.equal(x, x.abs()) else self.layer(-x).sum()
+
+
 class Loop(Scalar):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -218,8 +223,9 @@ def test_not_a_module_or_nothing_to_train():
         (Holder(Number()), "body.1", Number, ".item()"),
         (Holder(Factor()), "body.1", Factor, "float(x.max())"),
         (Holder(Scaled()), "body.1", Scaled, ".item()"),
+        (Holder(Same()), "body.1", Same, "torch.equal(x, x.abs())"),
     ],
-    ids=["nonzero", "nonzero at the root", "branch", "loop", "size by item", "float", "factor by item"],
+    ids=["nonzero", "nonzero at the root", "branch", "loop", "size by item", "float", "factor by item", "equal"],
 )
 def test_shapes_that_depend_on_data(
     model: nn.Module, path: str, kind: type, text: str, capfd: pytest.CaptureFixture[str]

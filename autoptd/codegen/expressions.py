@@ -121,9 +121,13 @@ def _by_name(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return call_text(f"{_operand(args[0])}.{name}", args[1:], kwargs)
     if name in _AS_FUNCTION:
         return call_text(f"torch.{name}", args, kwargs)
+    if name in _AS_OPERATOR:
+        return f" {_AS_OPERATOR[name]} ".join(map(_operand, args))
     return call_text(dotted_name(f"torch.ops.{target.namespace}.{name}.{target._overloadname}", "an op"), args, kwargs)
 
 
+# Ops named after Python's operators; as attributes these names are private to Python.
+_AS_OPERATOR = {"__and__": "&", "__or__": "|", "__xor__": "^", "__lshift__": "<<", "__rshift__": ">>"}
 # Ops whose arguments are those of the ATen schema.
 _AS_METHOD = frozenset(
     [
@@ -344,8 +348,6 @@ def _valid_count(labels: Any, ignore_index: int = -100, weight: Any = None) -> s
 
 
 PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
-    aten.__and__.Tensor: _infix("&"),
-    aten.__or__.Tensor: _infix("|"),
     aten._to_copy.default: _to_layout,
     aten.add.Tensor: _infix("+"),
     aten.conv1d.default: _function("F.conv1d"),
@@ -385,6 +387,7 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.to.device: _to_device,
     aten.to.dtype: _to_dtype,
     aten.to.dtype_layout: _to_layout,
+    aten.view_as_complex.default: _function("ops.as_complex"),
     **{method: _of_experts(name) for name, method in EXPERT_OPS.items()},
     convert: _convert,
     ops.cross_entropy: _cross_entropy,

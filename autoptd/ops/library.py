@@ -283,3 +283,13 @@ def _aligned(x: Tensor) -> bool:
 def element_count(count: int) -> Tensor:
     """Return a count that is known from the sizes in the form of `valid_count`."""
     return torch.tensor(count, dtype=torch.float64)
+
+
+def as_complex(x: Tensor) -> Tensor:
+    """Return x [..., 2] as complex numbers: a view, or that of a copy where memory does not begin at an even element.
+
+    In a flat buffer, a parameter begins anywhere.
+    """
+    *strides, last = x.stride()
+    aligned = last == 1 and not x.storage_offset() % 2 and not any(n % 2 for n in strides)
+    return torch.view_as_complex(x if aligned else x.clone(memory_format=torch.contiguous_format))

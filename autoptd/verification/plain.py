@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import _engine_run_backward  # private; seen in 2.13.0
 
 from autoptd.codegen.emit import Program
 from autoptd.codegen.quoting import replace_code
@@ -163,5 +164,11 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
         value = objective.value(model, batch)
         if keyed.draws is not None and keyed.used < keyed.calls:
             raise MoreDraws(f"{keyed.used} instead of {keyed.calls}")
-        value.backward()
+        _run_backward(value)
     return float(value.detach())
+
+
+def _run_backward(loss: Tensor) -> None:
+    """Run `loss.backward()`, which as a call that modes see would run what is recomputed without them."""
+    seed = (torch.ones_like(loss),)
+    _engine_run_backward((loss,), seed, False, False, (), allow_unreachable=True, accumulate_grad=True)

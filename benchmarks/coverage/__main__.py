@@ -1,5 +1,7 @@
 """`python -m benchmarks.coverage`: which models of the installed libraries train in parallel at parity.
 
+`python -m benchmarks.coverage mutated` checks models that are mutated at random, one for each of `--seeds`.
+
 Each model runs in a process of its own, forked from one that has imported the libraries. The results file is rewritten
 after each model; a model that it holds already is not run again.
 """
@@ -20,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 120.0
-RESULTS = Path(__file__).parents[1] / "data" / "coverage.jsonl"
+DATA = Path(__file__).parents[1] / "data"
+RESULTS = {"models": DATA / "coverage.jsonl", "mutated": DATA / "mutated.jsonl"}
 
 
 def run(cases: Iterable[Any], jobs: int, limit_s: float, only_build: bool = False) -> Iterator[Any]:
@@ -107,18 +110,33 @@ def all_cases() -> list[Any]:
     return [*heads(list(TABLES)), *library_cases()]
 
 
+def mutated(seeds: range) -> list[Any]:
+    from benchmarks.coverage.mutated.case import Mutated
+
+    return [Mutated(seed) for seed in seeds]
+
+
+def seeds(text: str) -> range:
+    """Return the seeds from `first:end`."""
+    first, _, end = text.partition(":")
+    return range(int(first), int(end))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.coverage", description=__doc__.split("\n")[0])
+    parser.add_argument("cases", nargs="?", choices=RESULTS, default="models", help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=seeds, default="0:200", metavar="A:B", help="of mutated models (%(default)s)")
     parser.add_argument("--only", default="", metavar="PATTERN", help="models whose name or family matches")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (%(default)s)")
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, metavar="S", help="seconds for each model (%(default)s)"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where results are kept")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="where results are kept")
     parser.add_argument("--build", action="store_true", help="only build each model and train it by itself")
     parser.add_argument("--again", default="", metavar="RESULTS", help="run those with these results again, or 'all'")
     parser.add_argument("--page", type=Path, metavar="FILE", help="only write the page about the results there are")
     chosen = parser.parse_args(argv)
+    chosen.results = chosen.results or RESULTS[chosen.cases]
     if chosen.page:
         write_page(chosen.results, chosen.page)
         return
@@ -128,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = {}
     if chosen.results.exists():
         kept = {x["name"]: x for x in map(json.loads, chosen.results.read_text("utf-8").splitlines())}
-    cases = [c for c in all_cases() if re.search(chosen.only, f"{c.family} {c.name}", re.IGNORECASE)]
+    every = mutated(chosen.seeds) if chosen.cases == "mutated" else all_cases()
+    cases = [c for c in every if re.search(chosen.only, f"{c.family} {c.name}", re.IGNORECASE)]
     again = chosen.again.split(",")
     todo = [c for c in cases if c.name not in kept or "all" in again or kept[c.name]["result"] in again]
     for found in run(todo, chosen.jobs, chosen.limit, chosen.build):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -32,7 +32,8 @@ class Case(Protocol):
     """A model of a library: `family` groups the report, `build` gives the model with its batch, which may be nested.
 
     A case with an attribute `loss` is trained with that function of the outputs, and of the batch's entries that its
-    attribute `targets` names, which `forward` is not given.
+    attribute `targets` names, which `forward` is not given. One with an attribute `meshes` is run on the first of them
+    that has a plan.
     """
 
     @property
@@ -64,6 +65,7 @@ class Outcome:
     difference: float = 0.0
     split: float = 0.0  # share of the parameters that tp splits
     experts: str = ""
+    mesh: str = ""  # where it is another than the usual one, for a reason that `what` says
     free: str = ""  # mesh of the plan with nothing fixed
     seconds: float = 0.0
 
@@ -89,8 +91,8 @@ def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
         precision = "fp64" if dtype_of(model) == torch.float64 else "fp32"
         source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision=precision)
         step = "plan"
-        planned = _plan(source, batch, FIX)
-        found |= {"split": split_share(planned, model), "experts": expert_ranks(planned)}
+        planned, others = _first_plan(source, batch, getattr(case, "meshes", (FIX,)))
+        found |= others | {"split": split_share(planned, model), "experts": expert_ranks(planned)}
         step = "run"
         source.model.double()  # as verification does with a model that was traced in another precision
         planned = planned.model_copy(update={"precision": "fp64"})
@@ -118,6 +120,23 @@ def fill_zeros(model: nn.Module) -> None:
     for p in model.parameters():
         if p.requires_grad and not p.is_meta and not p.any():
             p.uniform_(-0.02, 0.02)
+
+
+def _first_plan(source: TracedModel, batch: Batch, meshes: Sequence[Mapping[str, int]]) -> tuple[Plan, dict[str, str]]:
+    """Return the plan of the first mesh that has one; and if that is a later one, what the error of the first says."""
+    refused: AutoptdError | None = None
+    for fix in meshes:
+        try:
+            planned = _plan(source, batch, fix)
+        except AutoptdError as error:
+            refused = refused or error
+        else:
+            if refused is None:
+                return planned, {}
+            said = {"what": refused.what, "where": refused.where, "fix": refused.fix}
+            return planned, {"mesh": str(planned.mesh), **said}
+    assert refused is not None, "no mesh is given"
+    raise refused
 
 
 def _plan(source: TracedModel, batch: Batch, fix: Mapping[str, int]) -> Plan:

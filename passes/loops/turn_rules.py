@@ -7,6 +7,7 @@ conv2d x [1, c, h, w]    conv2d x [n, c, h, w]      the turns are merged with a 
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from autoptd.passes.rules import op_notations as notations
 from autoptd.passes.rules.table import RULES
 
 aten = torch.ops.aten
-_FREE = ("linear", "layer_norm", "rms_norm", "embedding", "pad", "constant_pad_nd")
+_FREE = ("linear", "layer_norm", "rms_norm", "embedding", "pad", "constant_pad_nd", "mT", "mH", "tril", "triu")
 _SAME = ("to", "_to_copy", "type_as", "clone", "contiguous", "detach", "alias", "dropout", "where")
 _VIEWS = ("reshape", "view", "_unsafe_view", "flatten", "unflatten", "squeeze", "view_as", "reshape_as")
 _DIMS: Mapping[str, tuple[int, ...]] = {  # op -> its arguments that are dims
@@ -180,6 +181,16 @@ class TurnRules:
         x = given[node.args[0]].node  # type: ignore[index]
         return self.permute(x, [0, *range(info(x).ndim - 1, 0, -1)])
 
+    def _einsum(self, node: fx.Node, given: Mapping[fx.Node, Turns]) -> fx.Node:
+        """Give the turns a letter of their own."""
+        equation, terms = str(node.args[0]).replace(" ", ""), list[fx.Node](node.args[1])  # type: ignore[arg-type]
+        left, arrow, right = equation.partition("->")
+        turn = next(letter for letter in string.ascii_letters if letter not in equation)
+        if not arrow or "." in equation:
+            raise UnlikeTurnsError(node, f"the einsum {equation!r} is not written for several turns at once")
+        parts = [turn * given[x].differs + part for x, part in zip(terms, left.split(","), strict=True)]
+        return self.again(node, (f"{','.join(parts)}->{turn}{right}", [given[x].node for x in terms], *node.args[2:]))
+
     def _indexed(self, node: fx.Node, given: Mapping[fx.Node, Turns]) -> fx.Node:
         source, *indices = operands(node)
         if given[source].differs and not any(given[x].differs for x in indices):
@@ -203,4 +214,5 @@ RULES_OF: Mapping[str, Callable[[TurnRules, fx.Node, Mapping[fx.Node, Turns]], f
     **dict.fromkeys(("matmul", "bmm"), TurnRules._product),
     **dict.fromkeys(("t", "numpy_T"), TurnRules._transposed),
     "index": TurnRules._indexed,
+    "einsum": TurnRules._einsum,
 }

@@ -34,6 +34,10 @@ from autoptd.passes.rewrites.row_selections import INDICES, add_rows, masked_row
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
+_DENSE = (
+    "keep all rows and multiply by the mask: out + expert(x) * (gates * (chosen == i)).sum(-1, keepdim=True); or sort "
+    "the rows by expert and multiply them at once (torch._grouped_mm)"
+)
 _BY_CLASS = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
 
 
@@ -190,7 +194,12 @@ def follow_masked_rows(graph: fx.Graph, traced: Traced) -> None:
         return
     for node in graph.nodes:
         if node.target in INDICES:
-            refuse(node, "gives indices that are used other than to select rows")
+            refuse(
+                node,
+                "gives as many indices as there are true elements, a number that depends on data, and they do more "
+                "than to select these elements",
+                fix=_DENSE,
+            )
     share_repeated(graph, traced)  # masks are the same if they are computed alike
     follower = MaskedRows(graph)
     for node in list(graph.nodes):

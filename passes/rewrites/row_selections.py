@@ -275,6 +275,6 @@ def _are_rows(rows: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and _counts_rows(value.shape[0])
 
 
-def refuse(node: fx.Node, does: str, what: str = "") -> NoReturn:
+def refuse(node: fx.Node, does: str, what: str = "", fix: str = _FIX) -> NoReturn:
     """Raise the error of an op that needs the number or order of selected rows."""
-    raise UnsupportedOp(f"{op_name(node)} {does} {what}".strip(), where=source_line(node), fix=_FIX)
+    raise UnsupportedOp(f"{op_name(node)} {does} {what}".strip(), where=source_line(node), fix=fix)

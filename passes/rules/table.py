@@ -121,8 +121,11 @@ PLANE = Rule(n.pool(2))
 RECURRENT = Rule(recurrent)
 
 RULES: Mapping[Callable[..., Any], Rule] = {
+    aten.__and__.Scalar: POINTWISE,
     aten.__and__.Tensor: POINTWISE,
+    aten.__or__.Scalar: POINTWISE,
     aten.__or__.Tensor: POINTWISE,
+    aten.__xor__.Scalar: POINTWISE,
     aten.__xor__.Tensor: POINTWISE,
     aten._log_softmax.default: Rule(n.unsplittable()),
     aten._safe_softmax.default: Rule(n.unsplittable()),

@@ -2,12 +2,14 @@
 
 Both shapes are cut at the products of their leading sizes: (b, s, 24) and (b, s, 3, 4, 2) at b, bs, 3bs, 12bs and 24bs,
 which gives `d0 d1 (d2 d3 d4) -> d0 d1 d2 d3 d4`. Sizes that do not divide each other give a factor of their greatest
-common divisor, and the rest stays whole: (6, 6) and (4, 9) are `(d0 3) 6 -> (d0 2) 9`.
+common divisor, and the rest stays whole: (6, 6) and (4, 9) are `(d0 3) 6 -> (d0 2) 9`. Of tensors without elements,
+(b, 0, 8) and (b, 0), only the dims that both begin with are factors: `d0 . . -> d0 .`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import sympy
@@ -17,6 +19,8 @@ from autoptd.passes.opcall import OpCall, Size
 
 def view(call: OpCall) -> str:
     """Return the notation of a view between two shapes of equal size, such as `d0 (d1 d2) -> d0 d1 d2`."""
+    if 0 in call.operands[0].shape:
+        return _empty(call.operands[0].shape, call.outputs[0].shape)
     source, target = _Shape(call.operands[0].shape), _Shape(call.outputs[0].shape)
     count = 0
     while source.left() and target.left():
@@ -35,6 +39,16 @@ def view(call: OpCall) -> str:
         target.take(f"d{count}", step)
         count += 1
     return f"{' '.join(source.text())} -> {' '.join(target.text())}"
+
+
+def _empty(source: Sequence[Size], target: Sequence[Size]) -> str:
+    """Return the notation of a view without elements: equal dims before any other are factors, the rest stays whole.
+
+    Products of sizes say nothing here, since all of them are zero.
+    """
+    pairs = itertools.takewhile(lambda pair: pair[0] != 0 and same(*pair), zip(source, target, strict=False))
+    alike = ["1" if size == 1 else f"d{i}" for i, (size, _) in enumerate(pairs)]
+    return " -> ".join(" ".join([*alike, *"." * (len(shape) - len(alike))]) for shape in (source, target))
 
 
 class _Shape:

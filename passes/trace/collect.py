@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from autoptd.errors import TraceError
+from autoptd.passes.graph import source_line
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
 
@@ -98,7 +99,7 @@ def _name_symbols(
     if baked:
         raise TraceError(
             f"the model bakes the batch size {batch} of input {baked[0]!r} into its graph",
-            where=_baked_at(graph, max(2, batch)),
+            where=_baked_at(graph, max(2, batch)) or f"input {baked[0]!r}, in code of torch that forward calls",
             fix="write shapes with x.size(0) or -1 instead of numbers; remove branches on the batch size and loops "
             "over samples",
         )
@@ -106,7 +107,7 @@ def _name_symbols(
 
 
 def _baked_at(graph: fx.GraphModule, batch: int) -> str:
-    """Return the user's line that turned the size of a batch into a number; "" if it is a line of torch.
+    """Return the user's line that turned the size of a batch into a number, or of a vmap; "" if it is one of torch.
 
     `guards` and `var_to_sources` of torch's ShapeEnv are private (seen in 2.13.0).
     """
@@ -118,4 +119,5 @@ def _baked_at(graph: fx.GraphModule, batch: int) -> str:
         fixes = isinstance(guard.expr, sympy.Eq) and guard.expr.rhs == batch and guard.expr.lhs in samples
         if fixes and isinstance(frame, traceback.FrameSummary) and "/torch/" not in frame.filename:
             return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
-    return ""
+    mapped = (n for n in graph.graph.nodes if "vmap" in getattr(n.target, "__name__", ""))  # over the samples, mostly
+    return next(filter(None, map(source_line, mapped)), "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoptd.errors import InputsError
+from autoptd.errors import InputsError, TraceError
 from autoptd.passes.trace.traced import PRECISIONS
 
 
@@ -69,10 +70,35 @@ def computed_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def without_caches(model: nn.Module) -> nn.Module:
-    """Disable the key-value caches of Hugging Face models: generation reads them, the loss does not."""
+    """Disable the key-value caches of Hugging Face models: generation reads them, the loss does not.
+
+    Raises TraceError where several places share an entry of the cache: the later one reads the earlier one's keys.
+    """
+    if shared := list(_sharing_entries(model)):
+        raise TraceError(
+            "layers with the same layer_idx share an entry of the key-value cache, which is made in training "
+            "too: the later layer would attend to the keys of the earlier one as well",
+            where="\n".join(shared),
+            fix="set model.config.use_cache = False, or give each layer a layer_idx of its own",
+        )
     for config in _caching(model):
         config.use_cache = False
     return model
+
+
+def _sharing_entries(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of modules that have the number of another one, by which the cache of both knows them.
+
+    Beside gradient checkpointing, transformers makes no cache.
+    """
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return
+    found: dict[tuple[str, int], list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int) and getattr(getattr(module, "config", None), "use_cache", None) is True:
+            found.setdefault((re.sub(r"\d+", "", path), number), []).append(path)
+    yield from (f"{', '.join(paths)}: layer_idx {n}" for (_, n), paths in found.items() if len(paths) > 1)
 
 
 def _caching(model: nn.Module) -> list[Any]:

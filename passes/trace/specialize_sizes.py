@@ -17,6 +17,10 @@ from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
+
+from autoptd.errors import InputsError
+from autoptd.passes.trace.trace_errors import PADDED
 
 InputDim = tuple[str, int]  # an input and one of its dims
 
@@ -107,3 +111,18 @@ def _sizes(
             for dim, size in enumerate(node.meta["val"].shape):
                 fixed = isinstance(size, torch.SymInt) and size.node.expr.is_number
                 yield (given[node.name], dim), int(size) if fixed else size
+
+
+def check_inputs(inputs: Mapping[str, Tensor]) -> None:
+    """Raise InputsError unless all inputs are plain tensors, and one has a dim."""
+    if not inputs:
+        raise InputsError("no example inputs", fix="pass inputs={'x': torch.empty(…)}: keyword tensors of forward")
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise InputsError(f"input {name!r} is {type(x).__name__}, not a tensor", fix="pass keyword tensors only")
+        if x.is_nested:
+            raise InputsError(
+                f"input {name!r} is a nested tensor of samples of several lengths", where=name, fix=PADDED
+            )
+    if all(x.ndim == 0 for x in inputs.values()):
+        raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")

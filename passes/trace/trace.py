@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
+from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
 from autoptd.layout.sample_rows import SampleRows, count_samples, find_rows
 from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
@@ -47,9 +47,9 @@ from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
-from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, picture_dims
+from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, check_inputs, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
-from autoptd.passes.trace.trace_errors import PADDED, explain, may_loop, not_copied, placed
+from autoptd.passes.trace.trace_errors import explain, may_loop, not_copied, placed
 from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
 from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted
 
@@ -100,7 +100,7 @@ def _traced(
     samples: int,
     several_rows: bool = True,
 ) -> Traced:
-    _check_inputs(inputs)
+    check_inputs(inputs)
     refuse_scripted(model)
     refuse_unseen_hooks(model)
     names = canonical_names(model)
@@ -153,6 +153,13 @@ def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
         if name is None:
             raise UnsupportedOp("the loss writes to a buffer of its own", fix="hold the buffer in the model")
         if other := next((n for n, x in held.items() if n != name and shares_memory(x, held[name])), ""):
+            one, two = (model.get_submodule(n.rpartition(".")[0]) for n in (name, other))
+            if one is two:
+                raise UnsupportedOp(
+                    f"forward updates the buffer {name} of a module that is also held as {other.rpartition('.')[0]}",
+                    where=name,
+                    fix="hold it in one place and call it from there twice, or give each place a module of its own",
+                )
             raise UnsupportedOp(
                 f"forward updates the buffer {name}, which shares its memory with {other}",
                 where=name,
@@ -378,20 +385,6 @@ def _name_new_buffers(program: torch.export.ExportedProgram) -> None:
     values = {node.name: node for node in new}
     output.args = ((loss,),)
     output.kwargs = {placeholders[name]: values[made] for made, name in signature.buffers_to_mutate.items()}
-
-
-def _check_inputs(inputs: Mapping[str, Tensor]) -> None:
-    if not inputs:
-        raise InputsError("no example inputs", fix="pass inputs={'x': torch.empty(…)}: keyword tensors of forward")
-    for name, x in inputs.items():
-        if not isinstance(x, Tensor):
-            raise InputsError(f"input {name!r} is {type(x).__name__}, not a tensor", fix="pass keyword tensors only")
-        if x.is_nested:
-            raise InputsError(
-                f"input {name!r} is a nested tensor of samples of several lengths", where=name, fix=PADDED
-            )
-    if all(x.ndim == 0 for x in inputs.values()):
-        raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")
 
 
 def _counts_samples(x: Tensor, batch: int) -> bool:

@@ -57,6 +57,8 @@ def explain(error: Exception) -> TraceError:
     where = _user_line(error) or _user_line_in(text)
     if ragged := _ragged(error):
         return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
+    if type(error).__name__ == "DataDependentOutputException":  # an op of torch that returns a number
+        return UnsupportedOp(f"{NUMBER_READ} (by {error})", where=where, fix=KEEP_TENSORS)
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
     if "data-dependent" in text.lower() or unbacked or "GuardOnDataDependentSymNode" in type(error).__name__:
         what = _what_depends(text)

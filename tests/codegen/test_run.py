@@ -74,6 +74,51 @@ class Unknown(nn.Module):
         return d.square().mean() + spectrum.mean()
 
 
+class Operators(nn.Module):
+    """Python's operators on booleans and integers with a number, and a branch of no width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.none = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        shown = ((h > 0) & True) | ((h < -0.5) & self.training) ^ False
+        kinds = ((h * 4).long() & 3 | 4 ^ 1) << 1 >> 2
+        h = torch.cat((h, self.none(h)), -1).masked_fill(shown, 0.5) * kinds
+        nothing = self.none(h).view(h.size(0), h.size(1), 2, 0).transpose(1, 2).reshape(h.size(0), 0)
+        return h.square().mean() + nothing.sum()
+
+
+class Spectral(nn.Module):
+    """A filter of complex numbers, whose parameter is not at an even element of its flat buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.shift = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(1))
+        self.filter = nn.Parameter(torch.randn(LENGTH // 2 + 1, WIDTH, 2))
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.fft.rfft(self.a(x) + self.shift, dim=1) * torch.view_as_complex(self.filter)
+        y = self.b(torch.fft.irfft(h, n=LENGTH, dim=1))
+        return torch.view_as_complex(y[..., 1:7].unflatten(-1, (3, 2)).contiguous()).abs().mean()
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "zero": 3}, {"tp": 2, "pp": 2}], ids=str)
+def test_complex_numbers_of_any_place_in_memory(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    _, wrong = trained(Spectral(), **mesh)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp": 2}, {"pp": 2}], ids=str)
+def test_operators_with_numbers_and_tensors_without_elements(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    _, wrong = trained(Operators(), **mesh)
+    assert wrong == []
+
+
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "dp": 2, "pp": 2}], ids=str)
 def test_unknown_ops_run_right_and_are_reported(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)

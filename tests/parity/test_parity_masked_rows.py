@@ -91,7 +91,7 @@ REFUSED: list[tuple[str, Body]] = [
     ("dropout draws random numbers", lambda m, h, ids, labels: F.dropout(h[ids > 3], 0.5).square().mean()),
     ("reads the number of rows", lambda m, h, ids, labels: h[ids > 3].square().sum() * h[ids > 3].shape[0] ** 2),
     ("reads the number of rows", lambda m, h, ids, labels: (h[ids > 3] * torch.arange(len(h[ids > 3]))[:, None]).sum()),
-    ("used other than to select", lambda m, h, ids, labels: (h[few := ids > 3] * few.nonzero()[:, :1]).sum()),
+    ("do more than to select", lambda m, h, ids, labels: (h[few := ids > 3] * few.nonzero()[:, :1]).sum()),
     ("slice works across rows", lambda m, h, ids, labels: h[ids > 3][:2].sum()),
 ]
 

@@ -306,3 +306,11 @@ def test_buffers_that_share_memory_are_refused() -> None:
     model.register_buffer("alias", model.seen[:4])
     with pytest.raises(AutoptdError, match="the buffer seen, which shares its memory with alias"):
         autoptd.trace(model, inputs={"x": torch.randn(2, 8, WIDTH).double()}, precision="fp64")
+
+
+def test_an_updating_module_in_two_places_is_refused() -> None:
+    model = nn.Sequential(norm := nn.Sequential(nn.BatchNorm1d(WIDTH)), nn.Linear(WIDTH, WIDTH), norm)
+    says = r"the buffer 2.0.num_batches_tracked of a module that is also held as 0.0"
+    with pytest.raises(AutoptdError, match=says) as caught:
+        autoptd.trace(model, inputs={"input": torch.randn(4, WIDTH)}, loss=lambda out: out.square().mean())
+    assert "a module of its own" in caught.value.fix

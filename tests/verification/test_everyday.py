@@ -170,6 +170,16 @@ class Restarted(nn.Module):
         return nn.functional.cross_entropy(self.c(self.drop(h)), y)
 
 
+class RestartedNarrow(Restarted):
+    """A checkpoint of code that computes in float32 by itself, as routers and norms of libraries do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def inner(t: Tensor) -> Tensor:
+            return self.a(t).softmax(-1, dtype=torch.float32).to(t.dtype) * t.float().square().mean().to(t.dtype)
+
+        return nn.functional.cross_entropy(self.c(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)), y)
+
+
 class Unread(Restarted):
     """Calls dropout once more, for a result that nothing reads."""
 
@@ -191,6 +201,11 @@ def test_each_call_drops_what_its_own_node_drops(model: type[nn.Module]) -> None
     found = verified(Case(model, CLASSES, PAIR))
     assert found.agrees, told(found)
     assert not any("dropout" in text for text in found.made)
+
+
+def test_what_is_checkpointed_runs_again_in_float64() -> None:
+    found = verified(Case(RestartedNarrow, CLASSES, PAIR))
+    assert found.agrees and found.difference < 1e-13, told(found)
 
 
 def test_a_dropout_that_the_graph_does_not_have_turns_dropout_off_on_both_sides() -> None:

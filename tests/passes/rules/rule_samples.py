@@ -95,6 +95,8 @@ def many() -> dict[Any, list[Sample]]:
     for name in BITS:
         op = getattr(aten, name)
         found[op.default if name.startswith("logical") else op.Tensor] = [(flags(*X), flags(4, 1))]
+    for name in BITS[:3]:
+        found[getattr(aten, name).Scalar] = [(flags(*X), True), (whole(4, *X), 3)]
     for name in REDUCTIONS:
         found[getattr(aten, name).default] = [(real(*X),)]
     return found

@@ -1,7 +1,8 @@
-"""Packed sequences of transformers, kept apart by position_ids that start again."""
+"""Models of transformers whose key-value cache, which a trace leaves out, would change what training computes."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.errors import InputsError
+from autoptd.errors import InputsError, TraceError
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 SAMPLES, TOKENS, WORDS = 4, 8, 24
@@ -46,4 +47,25 @@ def test_positions_that_a_model_with_a_cache_ignores_are_refused() -> None:
     with pytest.raises(InputsError) as caught:
         autoptd.plan(model(use_cache=True), inputs=batch(), world=2, cluster="local")
     assert "use_cache=True" in caught.value.what
+    assert "config.use_cache = False" in caught.value.fix
+
+
+def copied(use_cache: bool) -> nn.Module:
+    """Return a model with a copy of its only layer, which has the same number as that."""
+    deep = model(use_cache)
+    deep.model.layers.append(copy.deepcopy(deep.model.layers[0]))  # type: ignore[union-attr,operator]
+    deep.config.num_hidden_layers = 2  # type: ignore[union-attr]
+    return deep
+
+
+def test_layers_that_share_an_entry_of_the_cache() -> None:
+    given = {name: batch()[name] for name in ("input_ids", "labels")}
+    plain, asked = copied(use_cache=False), {"world": 2, "cluster": "local", "batch": SAMPLES, "optimizer": "sgd"}
+    parallel = autoptd.parallelize(plain, inputs=given, fix={"pp": 2}, precision="fp64", **asked)  # type: ignore[arg-type]
+    ours = train_in_lockstep(parallel, [given])
+    alone = train_alone(plain, [given], loss=None, optimizer="sgd", clip_norm=None)
+    assert {n: d for n, d in differences(ours.gradients, alone.gradients).items() if not d <= 1e-10} == {}
+    with pytest.raises(TraceError, match="share an entry of the key-value cache") as caught:
+        autoptd.plan(copied(use_cache=True), inputs=given, world=2, cluster="local")
+    assert caught.value.where == "model.layers.0.self_attn, model.layers.1.self_attn: layer_idx 0"
     assert "config.use_cache = False" in caught.value.fix
