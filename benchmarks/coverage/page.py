@@ -14,10 +14,11 @@ WIDTH = 100
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "vision", "audio", "vision-language", "classifier")
 HEAD = """# Models that train in parallel
 
-Heads of the installed transformers that have a loss, each as a tiny model of its own configuration
-class, and models of other libraries: traced, planned and run on all ranks beside one process, in
-float64 and in training mode with their dropout. The loss, every gradient and every parameter after
-two optimizer steps are compared. A row stands until its model is run again, so rows may be of
+Heads of the installed transformers, each as a tiny model of its own configuration class and with
+the loss of its task where it has none, and models of other libraries: traced, planned and run on
+all ranks beside one process, in float64 and in training mode with their dropout. The loss, every
+gradient and every parameter after two optimizer steps are compared. Models whose own code does not
+train in float64 are traced in float32. A row stands until its model is run again, so rows may be of
 several days.
 Written by `python -m benchmarks.coverage --page docs/coverage.md` from
 `benchmarks/data/coverage.jsonl`: {made}.
@@ -26,8 +27,8 @@ Written by `python -m benchmarks.coverage --page docs/coverage.md` from
 - **refused**: an error of autoptd at tracing or planning, with its way out; nothing was run.
 - **crashed, differs**: a defect of autoptd.
 - **not built**: the library itself cannot train the tiny model, it needs a package that is not
-  installed, or the sweep gives it a wrong configuration or batch. The share that trained is of the
-  others.
+  installed, or the sweep gives it a wrong configuration or batch. The share that trained is of all
+  that were tried, these included.
 """
 
 
@@ -65,8 +66,7 @@ def table(families: Mapping[str, Sequence[Result]]) -> str:
     every = [r for results in families.values() for r in results]
     for family, results in (*families.items(), ("all", every)):
         n = Counter(r["result"] for r in results)
-        able = len(results) - n["not built"]
-        share = f"{n['trained'] / able:.1%}" if able else "-"
+        share = f"{n['trained'] / len(results):.1%}"
         counts = (len(results), n["trained"], n["refused"], n["crashed"] + n["differs"], n["not built"])
         lines.append(f"| {family} | {' | '.join(map(str, counts))} | {share} |")
     return "\n".join(lines)
