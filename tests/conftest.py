@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ SAMPLED = {
     "checkpoint/test_experts.py::test_experts_of_any_plan_are_read_by_any_other": 0,
     "checkpoint/test_killed.py::test_killed_in_a_save": 4,
     "checkpoint/test_optimizers.py::test_another_plan_goes_on": 3,
-    "checkpoint/test_pairs.py::test_what_any_plan_wrote_is_read_to_the_bit": 4,
+    "checkpoint/test_pairs.py::test_what_any_plan_wrote_is_read_to_the_bit": 8,
     "checkpoint/test_resume.py::test_a_killed_rank_under_torchrun": 0,
     "checkpoint/test_session.py::test_numbers_become_wider_and_never_narrower": 2,
     "checkpoint/test_session.py::test_what_does_not_fit_is_refused_and_changes_nothing": 2,
@@ -30,6 +31,7 @@ SAMPLED = {
     "doctor/test_doctor.py::test_two_processes": 0,
     "export/test_torch_ranks.py::test_gradients_are_those_of_one_process": 0,
     "export/test_torch_ranks.py::test_tensors_that_the_plan_splits_are_split": 0,
+    "fuzz/test_fuzz.py::test_corrupted_plans_and_clusters": 0,
     "fuzz/test_fuzz.py::test_random_programs_train_as_on_one_process_or_are_refused": 0,
     "hostile/test_clusters.py::test_a_cluster_file_is_refused_at_once": 4,
     "hostile/test_clusters.py::test_wiring_is_answered_soon_or_refused": 0,
@@ -44,20 +46,26 @@ SAMPLED = {
     "models/test_published_sizes.py::test_a_family_is_planned_on_meta_with_the_splits_of_megatron": 2,
     "parity/test_parity.py::test_a_plan_trains_like_one_process": 16,
     "parity/test_parity_balance.py::test_balanced_as_on_one_process": 3,
+    "parity/test_parity_balance.py::test_recomputation_keeps_routes": 0,
     "parity/test_parity_balance.py::test_the_balance_loss_of_transformers": 3,
+    "parity/test_parity_compiled.py::test_compiled_blocks_drop_over_cut_tokens": 0,
+    "parity/test_parity_compiled.py::test_compiled_blocks_over_cut_tokens": 0,
     "parity/test_parity_context.py::test_cut_sequences_train_like_one_process": 3,
     "parity/test_parity_custom.py::test_kept": 4,
     "parity/test_parity_dropout.py::test_a_planted_fault_is_seen": 2,
     "parity/test_parity_dropout.py::test_an_edited_place_is_seen": 3,
     "parity/test_parity_dropout.py::test_cut_tokens_play_no_part": 2,
     "parity/test_parity_dropout.py::test_every_mesh_drops_what_one_process_drops": 3,
+    "parity/test_parity_dropout.py::test_seed_and_dropout_matter": 0,
     "parity/test_parity_expert_tp.py::test_experts_train_like_one_process": 6,
+    "parity/test_parity_expert_tp.py::test_verify_runs_such_a_plan": 0,
     "parity/test_parity_experts.py::test_experts_train_like_one_process": 5,
     "parity/test_parity_experts.py::test_families_train_like_one_process": 6,
     "parity/test_parity_experts.py::test_verify_sees_what_training_would": 0,
     "parity/test_parity_experts.py::test_wirings_train_like_one_process": 12,
     "parity/test_parity_gathers.py::test_gathering_again_changes_no_number": 4,
     "parity/test_parity_gathers.py::test_kept_bytes_are_those_predicted": 2,
+    "parity/test_parity_hybrids.py::test_a_hybrid_trains_as_one_process": 2,
     "parity/test_parity_logits.py::test_no_reader_of_logits_finds_them_overwritten": 4,
     "parity/test_parity_loss.py::test_a_loss_in_place_changes_no_number": 3,
     "parity/test_parity_losses.py::test_as_on_one_process": 8,
@@ -74,6 +82,7 @@ SAMPLED = {
     "parity/test_parity_recompute.py::test_what_runs_again_drops_the_same": 2,
     "parity/test_parity_schedules.py::test_a_schedule_trains_like_one_process": 6,
     "parity/test_parity_schedules.py::test_mixtures_and_encoder_decoders": 2,
+    "parity/test_parity_schedules.py::test_most_of_the_weights_come_later": 0,
     "parity/test_parity_statistics.py::test_normalised_as_on_one_process": 4,
     "parity/test_parity_updates.py::test_a_planted_fault_is_seen": 3,
     "parity/test_parity_updates.py::test_buffers_as_on_one_process": 4,
@@ -95,6 +104,11 @@ SAMPLED = {
     "runtime/optimizers/test_whole_tensors.py::test_parity": 7,
     "search/constraints/test_options.py::test_a_pin_leaves_the_best_of_the_plans_that_obey_it": 4,
     "search/pipeline/test_lower_bounds.py::test_planted_bugs_are_caught": 0,
+    "search/pipeline/test_partition.py::test_planted_bugs_are_caught": 0,
+    "search/test_known_answers.py::test_data_parallel_models_that_are_tight_shard_more": 0,
+    "search/test_known_answers.py::test_experts_are_spread_within_a_node_and_not_beyond": 0,
+    "search/test_known_answers.py::test_more_memory_or_bandwidth_never_make_it_slower": 0,
+    "search/test_optimal.py::test_a_gap_counts_recomputation_that_was_not_looked_for": 0,
     "search/test_optimal.py::test_a_gap_is_never_smaller_than_the_true_one": 0,
     "search/test_optimal.py::test_the_search_finds_the_best_of_all_plans": 8,
     "search/test_optimal.py::test_the_tasks_are_of_all_kinds": 0,
@@ -110,6 +124,12 @@ SAMPLED = {
     "verification/test_planted_plans.py::test_a_wrong_line_is_found": 4,
     "verification/test_planted_plans.py::test_wrong_code_is_found": 4,
 }
+_FEW = 2
+# Folder -> the same for its other tests with more cases than a few.
+FOLDERS = {
+    "parity": 3,
+    **dict.fromkeys(("checkpoint", "codegen", "hostile", "layout", "passes", "runtime", "search", "verification"), 2),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -120,22 +140,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted, seen = config.getoption("--cases"), dict.fromkeys(SAMPLED, 0)
+    wanted, seen = config.getoption("--cases"), Counter[str]()
     if wanted == "all":
         return
-    chosen, left = list[pytest.Item](), list[pytest.Item]()
-    for item in items:
-        name = item.nodeid.removeprefix("tests/").partition("[")[0]
-        nth = SAMPLED.get(name, 1)
-        in_sample = nth > 0 and (name not in seen or seen[name] % nth == 0)
-        if name in seen:
-            seen[name] += 1
+    names = [item.nodeid.removeprefix("tests/").partition("[")[0] for item in items]
+    cases, chosen, left = Counter(names), list[pytest.Item](), list[pytest.Item]()
+    for name, item in zip(names, items, strict=True):
+        nth = SAMPLED.get(name, FOLDERS.get(name.partition("/")[0], 1) if cases[name] > _FEW else 1)
+        in_sample = nth > 0 and seen[name] % nth == 0
+        seen[name] += 1
         (chosen if in_sample == (wanted == "sample") else left).append(item)
     if wanted == "rest":
         part, parts = map(int, config.getoption("--part").split("/"))
         left += [item for i, item in enumerate(chosen) if i % parts != part % parts]
         chosen = chosen[part % parts :: parts]
-    if gone := [name for name, count in seen.items() if not count]:
+    if gone := [name for name in SAMPLED if not cases[name]]:
         raise pytest.UsageError(f"--cases is for the whole suite, and no test is called {', '.join(gone)}")
     items[:] = chosen
     config.hook.pytest_deselected(items=left)

@@ -139,6 +139,12 @@ class TurnsOnRows(TorchFunctionMode):
         first = self._what(args[0]) if args and isinstance(args[0], Tensor) else None
         if isinstance(first, _Hits) and name == "unbind":
             return self._each(first, as_numbers=False)
+        if name == "unbind" and first is None and args[0].ndim and self._counts_rows(args[0].shape[0]):
+            raise UnsupportedOp(
+                "a loop depends on data, which is unknown at planning time",
+                fix="take a turn for all, as in `for i in range(n)`: where a mask selects no rows, index_add and "
+                "x[mask] = rows change nothing",
+            )
         if name == "__getitem__" and isinstance(args[1], Tensor) and isinstance(hit := self.known.get(args[1]), _Hit):
             at = hit.entry if args[1].ndim == 0 else slice(hit.entry, hit.entry + 1)
             made = func(args[0], at)
@@ -151,6 +157,9 @@ class TurnsOnRows(TorchFunctionMode):
                 del self.known[x]  # maybe of the memory that was written to
         self._note(made, name, first, args, kwargs)
         return made
+
+    def _counts_rows(self, size: Any) -> bool:
+        return isinstance(size, torch.SymInt) and size.node.expr in self.sizes
 
     def _what(self, x: Tensor) -> object:
         """Return what a tensor is, if that is known."""

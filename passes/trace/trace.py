@@ -154,7 +154,7 @@ def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
             raise UnsupportedOp("the loss writes to a buffer of its own", fix="hold the buffer in the model")
         if other := next((n for n, x in held.items() if n != name and shares_memory(x, held[name])), ""):
             one, two = (model.get_submodule(n.rpartition(".")[0]) for n in (name, other))
-            if one is two:
+            if one is two and name.rpartition(".")[2] == other.rpartition(".")[2]:
                 raise UnsupportedOp(
                     f"forward updates the buffer {name} of a module that is also held as {other.rpartition('.')[0]}",
                     where=name,

@@ -302,7 +302,6 @@ def test_what_cannot_be_split_is_refused(mesh: Mesh, name: str, says: str) -> No
     ("name", "says"),
     [
         pytest.param("capacity_of_batch", "cumsum works across samples", marks=pytest.mark.fault("capacity of a rank")),
-        ("where", "they do more than to select these elements"),
         ("old_mixtral", "a loop depends on data"),
     ],
 )

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
-from autoptd.passes.known import delta_rule
-from autoptd.passes.trace import trace as tracing
+from autoptd.passes.known import delta_rule, known
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import trial_on
 from autoptd.verification.verdict import Verdict, judge
@@ -66,5 +65,5 @@ def test_a_wrong_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets_nothing(query: Tensor, key: Tensor, value: Tensor, g: Tensor, *rest: Any, **options: Any) -> Any:
         return delta_rule.gated_delta_rule(query, key, value, g * 0, *rest, **options)
 
-    monkeypatch.setattr(tracing, "DELTA_RULES", {"torch_chunk_gated_delta_rule": forgets_nothing})
+    monkeypatch.setattr(known, "DELTA_RULES", {"torch_chunk_gated_delta_rule": forgets_nothing})
     assert not verdict().agrees

@@ -227,10 +227,10 @@ RIGHT: dict[str, Body] = {
         f"groups counted by {by}": lambda m, x, ids, labels, by=by: routed(m, x, lambda k: k, histogram(by))
         for by in ("histc", "one_hot", "scatter_add")
     },
-    "groups of masked keys": lambda m, x, ids, labels: routed(
+    "keys that are masked": lambda m, x, ids, labels: routed(
         m, x, lambda k: torch.where(k == 2, 0, k.masked_fill(k == 1, 3)), histogram("histc")
     ),
-    "groups of keys that gather": gathered,
+    "keys that gather": gathered,
     "all to one expert": lambda m, x, ids, labels: routed(m, x, lambda k: k * 0 + 2, histogram("one_hot")),
     "weights of each row": weights_of_each_row,
     "choices first": choices_first,
