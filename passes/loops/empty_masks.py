@@ -134,9 +134,9 @@ class TurnsOnRows(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
-        first = self._what(args[0]) if args and isinstance(args[0], Tensor) else None
+        first = self._what(args[0])
         if isinstance(first, _Hits) and name == "unbind":
             return self._each(first, as_numbers=False)
         if name == "unbind" and first is None and args[0].ndim and self._counts_rows(args[0].shape[0]):
@@ -152,7 +152,7 @@ class TurnsOnRows(TorchFunctionMode):
                 self.known[made] = _EntryOf(hit.entry, args[0])
             return made
         made = func(*args, **kwargs)
-        if WRITES.fullmatch(name) and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+        if WRITES.fullmatch(name) and not args[0].is_floating_point():
             for x in [x for x, what in self.known.items() if not isinstance(what, _Hit)]:
                 del self.known[x]  # maybe of the memory that was written to
         self._note(made, name, first, args, kwargs)
@@ -182,14 +182,7 @@ class TurnsOnRows(TorchFunctionMode):
             found = first if isinstance(first, _Hit) or name != "__getitem__" else None
         elif isinstance(first, _Count) and not first.total:
             found = self._of_mask(name, first, made, args, kwargs)
-        elif (
-            isinstance(first, _Count)
-            and first.total
-            and name in _COMPARED
-            and len(args) == 2
-            and isinstance(args[1], int)
-            and args[1] == 0
-        ):
+        elif isinstance(first, _Count) and name in _COMPARED and _is_zero(args):
             found = replace(first, chosen=True)
         elif isinstance(first, _Index) and name in _SAME:
             found = first
@@ -203,12 +196,8 @@ class TurnsOnRows(TorchFunctionMode):
     def _of_mask(self, name: str, mask: _Count, made: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
         if name in _SAME:
             return _Count(made, _moved(mask.classes, name, args))
-        if (
-            name in ("mul", "__mul__", "__and__")
-            and isinstance(args[1], Tensor)
-            and isinstance(self._what(args[1]), _Count)
-        ):
-            return _Count(made)
+        if name in ("mul", "__mul__", "__and__") and len(args) == 2 and isinstance(args[1], Tensor):
+            return _Count(made) if isinstance(self._what(args[1]), _Count) else None
         if name in ("__getitem__", "select") and args[1:-1] in ((), (0,)) and isinstance(args[-1], int):
             return _EntryOf(args[-1], args[0])
         if name not in ("sum", "any"):
@@ -287,6 +276,11 @@ def _asks_for_any(expr: sympy.Basic, size: sympy.Symbol) -> bool:
     rate = sympy.diff(expr.lhs - expr.rhs, size)
     answers = [expr.subs(size, n) for n in (0, 1, 2)]
     return bool(rate.is_number) and answers[1] == answers[2] != answers[0]
+
+
+def _is_zero(args: Sequence[Any]) -> bool:
+    """Return whether an op's second argument is the number 0."""
+    return len(args) == 2 and isinstance(args[1], int) and args[1] == 0
 
 
 def _chosen_of(x: Tensor, dim: Any) -> _Index | None:

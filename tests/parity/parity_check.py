@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import autoptd
 from autoptd.api import Parallel
 from autoptd.compile.make_plan import make_plan
 from autoptd.compile.program import make_program, read_sharding
@@ -208,3 +209,14 @@ def spoil_ring(monkeypatch: pytest.MonkeyPatch, pattern: str, by: str) -> None:
 
 
 torch.set_num_threads(1)
+
+
+def step_off_by(model: nn.Module, batch: Mapping[str, Tensor], **fix: int) -> float:
+    """Return the largest difference of a step's gradients and state on four ranks from those of one process."""
+    inputs = {n: x[:2] for n, x in batch.items()}
+    ask = {"world": 4, "cluster": "dgx-h100", "batch": 6, "precision": "fp64", "optimizer": "sgd"}
+    par = autoptd.parallelize(model, inputs=inputs, optimizer_options={"lr": 0.05}, fix=fix, **ask)  # type: ignore[arg-type]
+    found = train_in_lockstep(par, [batch])
+    alone = train_alone(model, [batch], optimizer="sgd", optimizer_options={"lr": 0.05})
+    assert found.losses[0] == pytest.approx(alone.losses[0], rel=TOLERANCE)
+    return max((differences(found.gradients, alone.gradients) | differences(found.state, alone.state)).values())

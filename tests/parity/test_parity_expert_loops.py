@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import RuntimeFault, UnsupportedOp
 from autoptd.passes.rewrites import masked_rows
-from autoptd.testing.parity import differences, train_alone, train_in_lockstep
-from tests.parity.parity_check import TOLERANCE
+from tests.parity.parity_check import TOLERANCE, step_off_by
 
 WORDS, WIDTH, TOKENS, EXPERTS, CHOSEN = 20, 8, 6, 4, 2
 Body = Callable[["Mixture", Tensor, Tensor, Tensor], Tensor]
@@ -53,7 +52,7 @@ def rows_first(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor
     """Mix by comparison, with stacked weights, out of place."""
     out = torch.zeros_like(x)
     for e in range(EXPERTS):
-        row, slot = (chosen == e).nonzero(as_tuple=True)
+        row, slot = torch.nonzero(input=chosen == e, as_tuple=True)
         made = F.silu(x[row] @ m.up[e]) @ m.down[e]
         out = out.index_add(0, row, made * weights[row, slot].unsqueeze(-1))
     return out
@@ -170,13 +169,7 @@ def batch() -> dict[str, Tensor]:
 def off_by(body: Body, **fix: int) -> float:
     """Return the largest difference of a step's tensors from those of one process."""
     torch.manual_seed(0)
-    model, inputs = Mixture(body).double(), {n: x[:2] for n, x in batch().items()}
-    ask = {"world": 4, "cluster": "dgx-h100", "batch": 6, "precision": "fp64", "optimizer": "sgd"}
-    par = autoptd.parallelize(model, inputs=inputs, optimizer_options={"lr": 0.05}, fix=fix, **ask)  # type: ignore[arg-type]
-    found = train_in_lockstep(par, [batch()])
-    alone = train_alone(model, [batch()], optimizer="sgd", optimizer_options={"lr": 0.05})
-    assert found.losses[0] == pytest.approx(alone.losses[0], rel=TOLERANCE)
-    return max((differences(found.gradients, alone.gradients) | differences(found.state, alone.state)).values())
+    return step_off_by(Mixture(body).double(), batch(), **fix)
 
 
 BODIES: Iterable[Body] = [
