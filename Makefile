@@ -15,8 +15,8 @@ demo: $(INSTALLED)
 	$(RUN) examples/demo.py
 
 # Two processes with one thread each; tests that share a trace run in the same one (tests/conftest.py). `test` runs a
-# sample of each long grid of cases, `rest` the other cases, or PART=k/n of them. Compiled files are kept even where the environment switches
-# that off: without them, every process compiles the package and the rewritten tests again.
+# sample of tests with many cases, `rest` the other cases, or PART=k/n of them. Compiled files are kept even where the
+# environment switches that off: without them, every process compiles the package and the rewritten tests again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(PYTEST) --cases sample
