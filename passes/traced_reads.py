@@ -3,9 +3,9 @@
 `x.data` is `x.detach()`: the same numbers without a gradient, and writes to it are writes to x. torch.export makes a
 constant of it, which would not change with the steps.
 
-A number read from a constant, as in `if (mask == causal).all():`, is computed. A constant is what torch makes of
-numbers and sizes alone. Sizes that it depends on become the numbers of the example inputs, as they do for branches
-on sizes.
+A number read from a constant, as in `if (mask == causal).all():`, is computed (`recipes.py`). A constant is what torch
+makes of numbers and sizes alone. Sizes that the number depends on become the numbers of the example inputs, as they do
+for branches on sizes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes  # private; seen in 2.13.0
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.passes.data_checks import passing
 from autoptd.passes.known.covariance import COVARIANCES
+from autoptd.passes.fake_numbers import numbers_read_as
+from autoptd.passes.recipes import Recipe, each_leaf, leaves, same_at_every_size, size_of, takes_sizes
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {
@@ -38,33 +39,18 @@ _NUMBERS = {
     Tensor.tolist,
     Tensor.__format__,
 }
+OF_NUMBERS = {torch.div, torch.floor_divide, torch.true_divide, torch.add, torch.sub, torch.mul, torch.remainder}
 MAKES = {  # functions that make a tensor of numbers and sizes
     *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros, torch.tensor),
     torch.as_tensor,
-    *(torch.tril_indices, torch.triu_indices),
+    *(torch.tril_indices, torch.triu_indices, torch.scalar_tensor, *OF_NUMBERS),
+}
+# functions that make a tensor of the shape and dtype of another
+OF_SHAPES = {
+    *(torch.ones_like, torch.zeros_like, torch.full_like, torch.empty_like),
+    *(Tensor.new_ones, Tensor.new_zeros, Tensor.new_full, Tensor.new_tensor, Tensor.new_empty),
 }
 WRITES = re.compile(r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|.*[^_]_")
-
-
-@dataclass(frozen=True, eq=False)
-class Recipe:
-    """The call that made a constant, in whose arguments constants are replaced by their own recipes."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    of_inputs: bool = False  # depends on the values of inputs that are known
-
-    def value(self, size: Callable[[torch.SymInt], int]) -> Any:
-        """Return what the call makes, at the sizes that `size` gives."""
-
-        def number(x: Any) -> Any:
-            if isinstance(x, Recipe):
-                return x.value(size)
-            return size(x) if isinstance(x, torch.SymInt) else x
-
-        args, kwargs = pytree.tree_map(number, (self.args, dict(self.kwargs or {})))
-        return self.func(*args, **kwargs)
 
 
 class TracedReads(TorchFunctionMode):
@@ -74,6 +60,16 @@ class TracedReads(TorchFunctionMode):
         super().__init__()
         self.left_out = left_out  # places of checks of data
         self.recipes = WeakIdKeyDictionary()  # constant -> its Recipe
+
+    def __enter__(self) -> TracedReads:
+        self._sizes = numbers_read_as(self.number_of)
+        self._sizes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._sizes.__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -88,8 +84,7 @@ class TracedReads(TorchFunctionMode):
         if func in COVARIANCES and not {"fweights", "aweights"} & kwargs.keys():
             return COVARIANCES[func](*args, **kwargs)
         if func in _NUMBERS and args[0] in self.recipes:
-            found = self.computed(Recipe(func, (self.recipes[args[0]], *args[1:])))
-            if found is not None:
+            if (found := self.read(func, *args)) is not None:
                 return found
         elif func == Tensor.__bool__ and (answer := passing(self.left_out)) is not None:
             return answer
@@ -99,51 +94,84 @@ class TracedReads(TorchFunctionMode):
 
     def note(self, made: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Remember how a constant was made; forget those that share memory with one that is written to."""
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         if given and (WRITES.fullmatch(func.__name__) or kwargs.get("inplace") or "out" in kwargs):
             known = all(x in self.recipes for x in given) and given[0] is args[0] and "out" not in kwargs
-            after = self.recipe(partial(_written, func), args, kwargs) if known else None
-            for x in (given[0], *pytree.tree_leaves(kwargs.get("out"))):
+            after = self.recipe(partial(_written, func), args, kwargs, args[0].shape) if known else None
+            for x in (given[0], *(x for x in leaves(kwargs.get("out")) if isinstance(x, Tensor))):
                 self.forget(x)
             if after is not None:
                 self.recipes[args[0]] = after
-        elif all(x in self.recipes for x in given) and (given or func in MAKES):
-            recipe = self.recipe(func, args, kwargs)
+        elif all(x in self.recipes for x in given[func in OF_SHAPES :]) and (given or func in MAKES):
             parts = list(enumerate(made)) if isinstance(made, (tuple, list)) else []
+            recipe = self.recipe(func, args, kwargs, getattr(made, "shape", ()))
             for i, part in parts:
                 if isinstance(part, Tensor) and part not in self.recipes:
-                    self.recipes[part] = Recipe(operator.getitem, (recipe, i), of_inputs=recipe.of_inputs)
+                    of_inputs, shape = recipe.of_inputs, tuple(part.shape)
+                    self.recipes[part] = Recipe(operator.getitem, (recipe, i), of_inputs=of_inputs, shape=shape)
             if isinstance(made, Tensor) and made not in self.recipes:
                 self.recipes[made] = recipe
+                if not made.ndim and made.dtype == torch.int64:
+                    self.recipes[made] = replace(recipe, number=self._size(func, args, kwargs))
 
-    def recipe(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recipe:
-        """Return the recipe of a call of constants."""
+    def recipe(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[Any] = ()
+    ) -> Recipe:
+        """Return the recipe of a call of constants, or of a tensor of which only its shape is read."""
 
         def known(x: Any) -> Any:
-            return self.recipes[x] if isinstance(x, Tensor) else x
+            if not isinstance(x, Tensor):
+                return x
+            if func in OF_SHAPES and x is args[0]:
+                return Recipe(torch.zeros, (tuple(x.shape),), {"dtype": x.dtype}, shape=tuple(x.shape))
+            number = self.recipes[x].number if func in MAKES or x is not args[0] else None
+            return self.recipes[x] if number is None or not takes_sizes(func) else number
 
-        args, kwargs = pytree.tree_map(known, (tuple(args), dict(kwargs)))
-        assert isinstance(args, tuple)
-        parts = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Recipe))
-        return Recipe(func, args, kwargs, any(part.of_inputs for part in parts))
+        args, kwargs = each_leaf(known, (tuple(args), dict(kwargs)))
+        parts = (x for x in leaves((args, kwargs)) if isinstance(x, Recipe))
+        return Recipe(func, tuple(args), kwargs, any(part.of_inputs for part in parts), tuple(shape))
 
-    def size(self, symbol: torch.SymInt) -> int:
+    def _size(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | SymInt | None:
+        """Return the integer that a call makes of sizes."""
+        numbers = [self.recipes[x].number if isinstance(x, Tensor) and x in self.recipes else x for x in args]
+        return size_of(getattr(func, "__name__", ""), numbers, kwargs)
+
+    def read(self, func: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+        """Return what a call reads from a constant, as numbers; None if it is not known."""
+        recipe = self.recipes[x]
+        if recipe.number is not None:
+            return recipe.number if func is Tensor.item else None
+        call = Recipe(func, (recipe, *args))
+        with eager():
+            found = self._without_draws(lambda: same_at_every_size(call))
+        return self.computed(call) if found is None else found
+
+    def number_of(self, x: Tensor) -> int | float | bool | SymInt | None:
+        """Return the number that a constant of one element is, for code of torch that takes it as a size."""
+        if x not in self.recipes:
+            return None
+        number = self.recipes[x].number
+        return self.read(Tensor.item, x) if number is None else number
+
+    def size(self, symbol: SymInt) -> int:
         """Return a size that a number depends on: that of the example inputs, which stops being a symbol."""
         return int(symbol)
 
     def computed(self, recipe: Recipe) -> Any:
         """Return what a recipe makes, as real tensors and numbers; None if it draws random numbers."""
         with eager():
-            before = torch.get_rng_state()
-            found = recipe.value(self.size)
-            drawn = not torch.equal(before, torch.get_rng_state())
-            torch.set_rng_state(before)
+            return self._without_draws(lambda: recipe.value(self.size))
+
+    def _without_draws(self, function: Callable[[], Any]) -> Any:
+        """Return the result of a function; None if it draws random numbers, which it does not use up."""
+        before = torch.get_rng_state()
+        found = function()
+        drawn = not torch.equal(before, torch.get_rng_state())
+        torch.set_rng_state(before)
         return None if drawn else found
 
     def forget(self, written: Tensor) -> None:
         """Forget how a tensor was made, and all that share memory with it."""
-        if written not in self.recipes:
-            return
         memory = written.untyped_storage()._cdata
         for x in [x for x in self.recipes if x.untyped_storage()._cdata == memory]:
             del self.recipes[x]

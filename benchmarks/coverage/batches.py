@@ -132,6 +132,7 @@ OTHERS: dict[tuple[str, str], Callable[[Sizes], Any]] = {
     ("kyutai_speech_to_text", "input_ids"): spoken,
     ("dia", "decoder_input_ids"): frames_of_codes,
 }
+WHOLE = ("longformer", "led")  # model types that branch on the values of a mask: trained on whole documents, with none
 NO_MASK = ("audio-spectrogram-transformer",)  # model types whose processor gives none
 CODECS = ("musicgen_decoder", "musicgen_melody_decoder")  # model types whose tokens are those of several codebooks
 
@@ -173,7 +174,8 @@ def proposals(
     """
     takes = inspect.signature(model.forward).parameters
     layouts = (False, True) if "input_features" in takes else (False,)
-    for (padded, masked), bands_last in product(((True, True), (False, True), (False, False)), layouts):
+    ways = ((True, True), (False, True), (False, False))[-1 if model.config.model_type in WHOLE else 0 :]
+    for (padded, masked), bands_last in product(ways, layouts):
         s = Sizes(model, model.config, torch.Generator().manual_seed(seed), padded, masked, bands_last)
         batch = _batch(s, task, takes, targets)
         makers = [partial(with_images, s, batch, pixels, takes) for pixels in images(s, task, takes)]

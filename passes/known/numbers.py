@@ -27,13 +27,21 @@ class SizeNeeded(Exception):
 
 
 def number(size: int | torch.SymInt) -> int:
-    """Return a size as a number. Raises SizeNeeded for a symbol, unless it counts samples.
+    """Return a size as a number. Raises SizeNeeded for a symbol, unless it counts samples."""
+    if isinstance(size, torch.SymInt) and (symbols := size.node.expr.free_symbols):
+        found = [example_of(s, size) for s in symbols]
+        if all(found) and not any(of_samples for example in found if example for of_samples in example[1:]):
+            raise SizeNeeded(frozenset(example[0] for example in found if example))
+    return int(size)
+
+
+def example_of(symbol: Any, size: torch.SymInt) -> tuple[int, bool] | None:
+    """Return what a symbol of a size is in the example, and whether it counts samples; None if no input has it.
 
     `backed_var_to_val` and `var_to_sources` of torch's ShapeEnv are private (seen in 2.13.0).
     """
-    if isinstance(size, torch.SymInt) and (symbols := size.node.expr.free_symbols):
-        env = size.node.shape_env
-        sources = [str(source.name) for s in symbols for source in env.var_to_sources.get(s, ())]
-        if sources and not any(name.endswith(".size()[0]") for name in sources):
-            raise SizeNeeded(frozenset(int(env.backed_var_to_val[s]) for s in symbols))
-    return int(size)
+    env = size.node.shape_env
+    sources = [str(source.name) for source in env.var_to_sources.get(symbol, ())]
+    if not sources or symbol not in env.backed_var_to_val:
+        return None
+    return int(env.backed_var_to_val[symbol]), any(name.endswith(".size()[0]") for name in sources)

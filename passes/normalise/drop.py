@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 from torch import fx
 
@@ -44,6 +46,9 @@ def _identity(node: fx.Node) -> fx.Node | None:
     name, args = op_name(node), node.args
     if name == "cat":
         return _only_part(node)
+    if name == "slice_scatter":  # of as many rows as there are
+        new: Any = args[1]
+        return new if info(new).shape == info(node).shape and info(new).dtype == info(node).dtype else None
     first = args[0] if args and isinstance(args[0], fx.Node) else None
     if first is None or isinstance(first.meta["info"], tuple):
         return None

@@ -61,6 +61,7 @@ from autoptd.passes.rewrites.masked_rows import follow_masked_rows
 from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows
 from autoptd.passes.rewrites.row_selections import mark_masked_rows, name_masked_sizes
+from autoptd.passes.rewrites.strided_views import write_strided_views
 from autoptd.passes.trace.traced import Traced
 
 Pass = Callable[[fx.Graph, Traced], None]
@@ -120,6 +121,7 @@ PREPARE: list[Pass] = [
     refuse_sparse_tensors,
     remove_mutation,
     annotate,
+    write_strided_views,
     mark_masked_rows,
     write_batch_norms_as_sums,
     write_native_dropout_as_dropout,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 import torch
 from torch import fx
@@ -25,7 +27,7 @@ def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
             isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
             and node.op != "placeholder"
         ):
-            size = _ours(value, traced, node)
+            size = in_our_symbols(value, traced, node)
             for user in list(node.users):
                 user.args = _replace(user.args, node, size)
                 user.kwargs = {k: _replace(v, node, size) for k, v in user.kwargs.items()}
@@ -39,7 +41,8 @@ def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
             node.kwargs = {k: _numbers(v, traced, node) for k, v in node.kwargs.items()}
 
 
-def _ours(value: object, traced: Traced, node: fx.Node) -> object:
+def in_our_symbols(value: object, traced: Traced, node: fx.Node) -> Any:
+    """Return a size of torch's as an expression of our symbols; any other value unchanged."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     expr = sympy.sympify(value.node.expr)
@@ -63,7 +66,7 @@ def _ours(value: object, traced: Traced, node: fx.Node) -> object:
 
 def _shapes(value: object, traced: Traced, node: fx.Node) -> object:
     if isinstance(value, torch.Tensor):
-        return TensorInfo(tuple(_ours(s, traced, node) for s in value.shape), value.dtype, False)  # type: ignore[misc]
+        return TensorInfo(tuple(in_our_symbols(s, traced, node) for s in value.shape), value.dtype, False)  # type: ignore[misc]
     if isinstance(value, (tuple, list)):
         return tuple(_shapes(v, traced, node) for v in value)
     return None
@@ -79,7 +82,7 @@ def _replace(value: object, node: fx.Node, size: object) -> object:
 
 def _numbers(value: object, traced: Traced, node: fx.Node) -> object:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _ours(value, traced, node)
+        return in_our_symbols(value, traced, node)
     if isinstance(value, tuple):
         return tuple(_numbers(v, traced, node) for v in value)
     if isinstance(value, list):

@@ -2,6 +2,7 @@
 
 lstm(x, [h, c], weights)                     b . ., . b ., . b ., …  ->  b . ., . b ., . b .     batch_first
 ctc_loss(scores, labels, steps, lengths)     . b ., b ., b, b  ->  b                             reduction 0
+unfold(x, 1, size, step)                     d0 . d2  ->  d0 . d2 .                              windows of steps
 """
 
 from __future__ import annotations
@@ -25,3 +26,11 @@ def ctc(call: OpCall) -> str:
     if reduction not in (0, 2) or [t.ndim for t in call.operands] != [3, 2, 1, 1]:
         return whole(call)
     return arrow([[".", "b", "."], ["b", "."], ["b"], ["b"]], [["b"] if reduction == 0 else []])
+
+
+def windows(call: OpCall) -> str:
+    """Return the notation of `unfold`: the dim that windows are cut from is whole, and they are the last dim."""
+    ndim = call.operands[0].ndim
+    dim = call.arg(1, "dimension") % max(ndim, 1)
+    dims = ["." if i == dim else f"d{i}" for i in range(ndim)]
+    return arrow([dims], [[*dims, "."]])

@@ -20,7 +20,7 @@ from autoptd.passes.rules import op_notations as n
 from autoptd.passes.rules.convolutions import conv, conv_groups
 from autoptd.passes.rules.factors import Implementation, Rule
 from autoptd.passes.rules.local_arguments import copies, inner_shape, length, part_sizes, shape
-from autoptd.passes.rules.sequences import ctc, recurrent
+from autoptd.passes.rules.sequences import ctc, recurrent, windows
 from autoptd.passes.rules.views import view
 
 aten = torch.ops.aten
@@ -361,6 +361,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.type_as.default: Rule(n.first_only, first),
     aten.unbind.int: Rule(n.remove, first),
     aten.unflatten.int: Rule(view, first, inner_shape),
+    aten.unfold.default: Rule(windows, first),
     aten.unsqueeze.default: VIEW,
     aten.upsample_bilinear2d.vec: Rule(n.pool(2), first),
     aten.upsample_nearest2d.vec: Rule(n.pool(2), first),
