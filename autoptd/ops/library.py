@@ -154,10 +154,19 @@ def place_rows(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
     Raises RuntimeError if a sample does not mark t rows.
     """
+    return torch.where(mask[..., None], move_rows(source, mask.new_ones(source.shape[:2]), mask), x)
+
+
+def move_rows(source: Tensor, kept: Tensor, mask: Tensor) -> Tensor:
+    """Return the rows of source [b, t, h] that kept [b, t] marks where mask [b, s] does, in order within each sample.
+
+    The other rows of the result [b, s, h] are copies of some. Raises RuntimeError if a sample marks different numbers.
+    """
     wrong = "a sample does not mark as many tokens for features, such as those of an image, as it has features"
-    torch._assert_async((mask.sum(1) == source.shape[1]).all(), wrong)
-    index = (mask.cumsum(1) - 1).clamp(0, source.shape[1] - 1)
-    return torch.where(mask[..., None], source.take_along_dim(index[..., None], 1), x)
+    torch._assert_async((mask.sum(1) == kept.sum(1)).all(), wrong)
+    order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
+    index = order.take_along_dim((mask.cumsum(1) - 1).clamp(0, source.shape[1] - 1), 1)
+    return source.take_along_dim(index[..., None], 1)
 
 
 def sum_over_dp(x: Tensor) -> Tensor:

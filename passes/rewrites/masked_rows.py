@@ -4,6 +4,7 @@
     f(x[mask])     an op of each row                   ->  the op of all rows
     sum over rows  a sum, a mean, a loss               ->  of where(mask, rows, 0); a mean's divisor is mask.sum()
     y[mask] = ...  the rows, back at their places      ->  where(mask, rows, y)
+    y[other] = ... the rows, at places of another mask ->  moved there, in order within each sample (`ops.move_rows`)
     y.index_add    the rows, added at their places     ->  y + where(mask, rows, 0), summed over the mask's other dims
 
 First a size that counts selected rows is named after all of them, and each selection becomes a `masked_rows` node
@@ -23,15 +24,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autoptd.passes.batch.batch_dims import SamplePlace, makes_new
+from autoptd.ops import library as ops
+from autoptd.passes.batch.batch_dims import SamplePlace, grows, makes_new
 from autoptd.passes.batch.batch_independence import SUMS, output_places
 from autoptd.passes.batch.rows import Order, Rows
-from autoptd.passes.graph import info, is_getitem, numel, op_call, operands, write_op
+from autoptd.passes.graph import WRITTEN_FOR, info, is_getitem, numel, op_call, op_name, operands, plain, write_op
 from autoptd.passes.normalise.drop import share_repeated
 from autoptd.passes.opcall import Size, is_random
 from autoptd.passes.random.draws import given_of
 from autoptd.passes.rewrites.row_selections import INDICES, add_rows, masked_rows, put_rows, refuse
-from autoptd.passes.trace.traced import Traced
+from autoptd.passes.rules.views import quotient
+from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
 _DENSE = (
@@ -71,22 +74,75 @@ class MaskedRows:
         given = {i: s for i, o in enumerate(operands(node)) if (s := self.state(o)) is not None}
         if not given:
             return
-        masks = {s.mask for s in given.values()}
         if node.target in _BACK:
-            masks.add(node.args[1])  # type: ignore[arg-type]
-        if len(masks) > 1:
-            refuse(node, "combines rows that different masks select")
-        if node.target in _BACK:
-            if given.keys() != {2} or given[2].place != SamplePlace(0):
-                refuse(node, "moves rows that a mask selects")
+            self._put(node, given)
             return
-        (mask,) = masks
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            given = self._aligned(node, given)
+        mask, *others = {s.mask for s in given.values()}
+        if others:
+            refuse(node, "combines rows that different masks select")
         if node.op == "output" or is_random(node.target):
             refuse(node, "draws random numbers for" if node.op != "output" else "returns", "rows that a mask selects")
         for reduced in (self._loss, self._mean):
             if reduced(node, given, mask):
                 return
         self._by_rule(node, given, mask)
+
+    def _put(self, node: fx.Node, given: dict[int, _Selected]) -> None:
+        """Let the rows of a write be those of its own mask."""
+        mask, rows = node.args[1:3]
+        place = given[2].place if given.keys() == {2} else SamplePlace(0, 2)
+        if (place.dim, place.outer) != (0, 1):
+            refuse(node, "moves rows that a mask selects")
+        if given[2].mask is mask:
+            return
+        if node.target is add_rows:
+            refuse(node, "combines rows that different masks select")
+        rest = (place.inner, *info(rows).shape[1:])  # type: ignore[arg-type]
+        with self.graph.inserting_before(node):
+            node.replace_input_with(rows, self._moved(node, rows, given[2].mask, mask, rest))  # type: ignore[arg-type]
+
+    def _aligned(self, node: fx.Node, given: dict[int, _Selected]) -> dict[int, _Selected]:
+        """Let the operands of a pointwise op have their rows where one mask selects some.
+
+        Others are selected by another mask, or are as many for each sample.
+        """
+        ndim, place = info(node).ndim, SamplePlace(0)
+        if any(s.place != place or info(operands(node)[i]).ndim != ndim for i, s in given.items()):
+            return given
+        size, aligned = info(node).shape[0], dict(given)
+        mask = next((s.mask for s in given.values() if numel(info(s.mask).shape) == size), None)
+        for i, x in enumerate(operands(node)):
+            shape = info(x).shape
+            each = quotient(shape[0], BATCH) if len(shape) == ndim and i not in given else None
+            if mask is None or (i in given and given[i].mask is mask):
+                continue
+            if i in given:
+                kept = given[i].mask
+            elif each is not None and shape[0] != size:
+                whole = (BATCH, plain(each))
+                with self.graph.inserting_before(node):
+                    kept = write_op(self.graph, node, aten.full.default, (list(whole), True), whole, torch.bool)
+            else:
+                continue
+            with self.graph.inserting_before(node):
+                node.replace_input_with(x, self._moved(node, x, kept, mask, shape[1:]))
+            aligned[i] = _Selected(mask, place)
+        return aligned
+
+    def _moved(self, like: fx.Node, x: fx.Node, kept: fx.Node, mask: fx.Node, rest: tuple[Size, ...]) -> fx.Node:
+        """Insert rows of x, of shape `rest`, that `kept` selects where `mask` selects some, sample by sample."""
+        sizes = [quotient(numel(info(m).shape), BATCH) for m in (kept, mask)]
+        by_sample = [quotient(info(m).shape[0], BATCH) is not None for m in (kept, mask)]
+        if not all(by_sample) or any(n is None or grows(n) for n in sizes):
+            refuse(like, "combines rows that different masks select")
+        kind, (before, after) = info(x).dtype, [plain(n) for n in sizes if n is not None]
+        masks = [self.reshaped(like, m, (BATCH, n)) for m, n in ((kept, before), (mask, after))]
+        source = self.reshaped(like, x, (BATCH, before, numel(rest)))
+        made = write_op(self.graph, like, ops.move_rows, (source, *masks), (BATCH, after, numel(rest)), kind)
+        made.meta[WRITTEN_FOR] = op_name(like)
+        return self.reshaped(like, made, (numel(info(mask).shape), *rest))
 
     def _by_rule(self, node: fx.Node, given: dict[int, _Selected], mask: fx.Node) -> None:
         size, call = numel(info(mask).shape), op_call(node)

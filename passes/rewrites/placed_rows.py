@@ -31,7 +31,7 @@ def write_placed_rows(graph: fx.Graph, traced: Traced) -> None:
             x, (mask,), source = node.args[:3]
         else:
             continue
-        tokens = None if mask is None else _tokens(mask, info(node).shape)
+        tokens = None if mask is None else mask_of_tokens(mask, info(node).shape)
         rows = _rows_of_a_sample(source, info(node).shape)
         if tokens is None or rows is None or info(source).dtype != info(node).dtype:
             continue
@@ -44,7 +44,7 @@ def write_placed_rows(graph: fx.Graph, traced: Traced) -> None:
         node.replace_all_uses_with(made)
 
 
-def _tokens(mask: fx.Node, shape: tuple[Size, ...]) -> fx.Node | None:
+def mask_of_tokens(mask: fx.Node, shape: tuple[Size, ...]) -> fx.Node | None:
     """Return a mask with one element for each row of a tensor [b, s, h], from which `mask` was spread over h."""
     while True:
         if info(mask).dtype is not torch.bool or len(shape) != 3:

@@ -24,6 +24,7 @@ from autoptd.passes.batch.batch_dims import makes_new
 from autoptd.passes.graph import info, op_name, operands, source_line, write_op
 from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.random.draws import given_of
+from autoptd.passes.rewrites.placed_rows import mask_of_tokens
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -62,8 +63,10 @@ def name_masked_sizes(graph: fx.Graph, traced: Traced) -> None:
                 sympy.sympify(n.node.expr if isinstance(n, torch.SymInt) else n) for n in found.mask.meta["val"].shape
             ]
             if isinstance(size, sympy.Symbol) and not any(n.free_symbols - traced.symbol.keys() for n in shape):
+                number = in_sympy(sympy.prod(shape).subs(traced.symbol))
+                if traced.symbol.setdefault(size, number) != number:
+                    refuse(node, "selects as many rows as another mask")
                 named[size] = found.mask
-                traced.symbol[size] = in_sympy(sympy.prod(shape).subs(traced.symbol))
     if not named:
         return
     for node in graph.nodes:
@@ -216,7 +219,7 @@ def mark_masked_rows(graph: fx.Graph, traced: Traced) -> None:
         if made is not None:
             with graph.inserting_before(node):
                 new = write_op(graph, node, *made, info(node).shape, info(node).dtype)
-            new.meta["info"] = info(node)
+            new.meta |= {key: node.meta[key] for key in ("info", "val")}
             node.replace_all_uses_with(new)
             graph.erase_node(node)
 
@@ -246,7 +249,9 @@ def _put_back(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if node.target is aten.index_put.default and node.args[3:] in ((), (False,)):
         found, rows = _by_mask(operands(node)[0], node.args[1]), node.args[2]
     elif node.target is aten.masked_scatter.default:
-        found, rows = _by_mask(operands(node)[0], [node.args[1]]), node.args[2]
+        mask: Any = node.args[1]
+        mask = mask_of_tokens(mask, info(node).shape) or mask
+        found, rows = _by_mask(operands(node)[0], [mask]), node.args[2]
     else:
         return None
     if found is None or found.first != 0 or found.columns != tuple(range(found.mask.meta["val"].ndim)):

@@ -382,6 +382,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
     ops.in_training: POINTWISE,
     ops.integers: DRAW,
+    ops.move_rows: Rule("b . h, b ., b . -> b . h", first),
     ops.normal: DRAW,
     ops.place_rows: Rule("b . h, b ., b . h -> b . h", first_and_third),
     ops.sum_by_index: Rule("... n, ... n -> ... .", first),
