@@ -12,8 +12,8 @@ First a size that counts selected rows is named after all of them, and each sele
 Everything else that such rows can be used for depends on how many they are, and is refused: their order, their number,
 draws of random numbers.
 
-The fill is in the domain of most functions (0.5, 0 for integers), so that rows that are not selected have finite
-gradients, which the mask makes zero.
+The fill is in the domain of most functions (0.5, 0 for integers, true for masks, so that attention sees something), so
+that rows that are not selected have finite gradients, which the mask makes zero.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from autoptd.passes.batch.batch_independence import SUMS, output_places
 from autoptd.passes.batch.rows import Order, Rows
 from autoptd.passes.graph import WRITTEN_FOR, info, is_getitem, numel, op_call, op_name, operands, plain, write_op
 from autoptd.passes.normalise.drop import share_repeated
-from autoptd.passes.opcall import Size, is_random
-from autoptd.passes.random.draws import given_of
-from autoptd.passes.rewrites.row_selections import INDICES, add_rows, masked_rows, put_rows, refuse
+from autoptd.passes.opcall import Size
+from autoptd.passes.random.draws import draws, given_of
+from autoptd.passes.rewrites.row_selections import INDICES, REPEATED, add_rows, masked_rows, put_rows, refuse
 from autoptd.passes.rules.views import quotient
 from autoptd.passes.trace.traced import BATCH, Traced
 
@@ -73,6 +73,8 @@ class MaskedRows:
             return
         given = {i: s for i, o in enumerate(operands(node)) if (s := self.state(o)) is not None}
         if not given:
+            if (repeated := node.meta.get(REPEATED)) is not None:
+                self.states[node] = (_Selected(repeated[0], SamplePlace(repeated[1])),)
             return
         if node.target in _BACK:
             self._put(node, given)
@@ -82,7 +84,7 @@ class MaskedRows:
         mask, *others = {s.mask for s in given.values()}
         if others:
             refuse(node, "combines rows that different masks select")
-        if node.op == "output" or is_random(node.target):
+        if node.op == "output" or draws(node.target, node.args, node.kwargs):
             refuse(node, "draws random numbers for" if node.op != "output" else "returns", "rows that a mask selects")
         for reduced in (self._loss, self._mean):
             if reduced(node, given, mask):
@@ -99,7 +101,7 @@ class MaskedRows:
             return
         if node.target is add_rows:
             refuse(node, "combines rows that different masks select")
-        rest = (place.inner, *info(rows).shape[1:])  # type: ignore[arg-type]
+        rest = (numel(info(node).shape) / numel(info(mask).shape),)  # type: ignore[arg-type]
         with self.graph.inserting_before(node):
             node.replace_input_with(rows, self._moved(node, rows, given[2].mask, mask, rest))  # type: ignore[arg-type]
 
@@ -132,15 +134,25 @@ class MaskedRows:
         return aligned
 
     def _moved(self, like: fx.Node, x: fx.Node, kept: fx.Node, mask: fx.Node, rest: tuple[Size, ...]) -> fx.Node:
-        """Insert rows of x, of shape `rest`, that `kept` selects where `mask` selects some, sample by sample."""
+        """Insert rows of x, of shape `rest`, that `kept` selects where `mask` selects some, sample by sample.
+
+        What `kept` selects may be several rows each: a picture has some for each of its patches.
+        """
         sizes = [quotient(numel(info(m).shape), BATCH) for m in (kept, mask)]
         by_sample = [quotient(info(m).shape[0], BATCH) is not None for m in (kept, mask)]
-        if not all(by_sample) or any(n is None or grows(n) for n in sizes):
+        each = quotient(numel(info(x).shape), numel(info(kept).shape) * numel(rest))
+        if not all(by_sample) or each is None or any(n is None or grows(n) for n in sizes):
             refuse(like, "combines rows that different masks select")
         kind, (before, after) = info(x).dtype, [plain(n) for n in sizes if n is not None]
-        masks = [self.reshaped(like, m, (BATCH, n)) for m, n in ((kept, before), (mask, after))]
+        chosen, places = (self.reshaped(like, m, (BATCH, n)) for m, n in ((kept, before), (mask, after)))
+        if each != 1:
+            wide = (BATCH, before, plain(each))
+            chosen = self.reshaped(like, chosen, (BATCH, before, 1))
+            chosen = write_op(self.graph, like, aten.expand.default, (chosen, list(wide)), wide, torch.bool)
+            before = plain(before * each)
+            chosen = self.reshaped(like, chosen, (BATCH, before))
         source = self.reshaped(like, x, (BATCH, before, numel(rest)))
-        made = write_op(self.graph, like, ops.move_rows, (source, *masks), (BATCH, after, numel(rest)), kind)
+        made = write_op(self.graph, like, ops.move_rows, (source, chosen, places), (BATCH, after, numel(rest)), kind)
         made.meta[WRITTEN_FOR] = op_name(like)
         return self.reshaped(like, made, (numel(info(mask).shape), *rest))
 
@@ -272,9 +284,10 @@ _BACK = (put_rows, add_rows)  # of rows to their places
 
 
 def _all_rows(follower: MaskedRows, node: fx.Node) -> fx.Node:
-    selected, floats = follower.states[node][0], info(node).dtype.is_floating_point or info(node).dtype.is_complex
+    selected, kind = follower.states[node][0], info(node).dtype
     assert selected is not None
-    return follower.where(node, follower.reshaped(node, node.args[0], info(node).shape), selected, 0.5 if floats else 0)
+    fill = 0.5 if kind.is_floating_point or kind.is_complex else kind is torch.bool
+    return follower.where(node, follower.reshaped(node, node.args[0], info(node).shape), selected, fill)
 
 
 def _put(follower: MaskedRows, node: fx.Node) -> fx.Node:

@@ -57,6 +57,15 @@ def layers(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(m.head(made).mT, labels) + spread + rows.log_softmax(-1).mean((0, 1)) + size
 
 
+def attention(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """An attention of rows that the mask leaves out must not see nothing: its gradient would be no number."""
+    some, made = ids > 3, h.clone()
+    rows = m.layer(h[some]).view(-1, 2, WIDTH // 2)
+    scores = (rows @ rows.mT).masked_fill(~some[some].view(-1, 1, 1), -torch.inf)
+    made[some] = (scores.softmax(-1) @ rows).view(-1, WIDTH)
+    return F.cross_entropy(m.head(made).mT, labels)
+
+
 def batch() -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(0, WORDS, (6, TOKENS), generator=rng) for _ in range(2))
@@ -72,7 +81,7 @@ def off_by(body: Body, **fix: int) -> float:
 
 
 @pytest.mark.parametrize("fix", [{"dp": 2, "tp": 2, "micro": 1}, {"pp": 2, "tp": 2, "micro": 2}], ids=str)
-@pytest.mark.parametrize("body", [losses, layers])
+@pytest.mark.parametrize("body", [losses, layers, attention])
 def test_selected_rows_are_as_on_one_process(body: Body, fix: dict[str, int]) -> None:
     assert off_by(body, **fix) <= TOLERANCE
 

@@ -52,11 +52,28 @@ def added_to_seen(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return x.masked_scatter(mask[..., None], (features * tokens.sigmoid()).view(-1))
 
 
+def by_sample(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    """As models whose samples have several pictures each: a list of those of each sample, put together again."""
+    kept = seen(y)
+    parts = [part.reshape(-1, WIDTH) for part in y.flatten(0, 1)[kept.flatten()].split(kept.sum(1).tolist())]
+    return x.masked_scatter(mask[..., None], torch.cat(parts))
+
+
+def by_number(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    """As masks of attention are read: at the numbers of rows, and at places within each."""
+    rows = y[seen(y)]
+    rows = rows[torch.arange(rows.shape[0])[:, None], torch.arange(WIDTH)[None].flip(1)]
+    same = y.new_ones(WIDTH).cumsum(0).expand(rows.shape[0], -1)
+    return x.masked_scatter(mask[..., None], torch.stack([rows, same.tanh()], 1).softmax(1)[:, 0])
+
+
 PADDED: dict[str, Place] = {
     "masked_scatter": lambda x, mask, y: x.masked_scatter(mask[..., None], y[seen(y)]),
     "of an expanded mask": lambda x, mask, y: x.masked_scatter(mask[..., None].expand_as(x), y[seen(y)]),
     "indexed": put_seen,
     "added to": added_to_seen,
+    "split by sample": by_sample,
+    "read by number": by_number,
 }
 
 
@@ -123,6 +140,14 @@ def test_features_without_their_padding_are_as_on_one_process(way: str, fix: dic
     check(PADDED[way], padded(), **fix)
 
 
+def test_several_rows_of_each_feature_are_as_on_one_process() -> None:
+    data = padded()
+    for i in range(6):  # two tokens for each feature
+        data["ids"][i, : 2 * (1 + i % 3)], data["ids"][i, 2 * (1 + i % 3) :] = IMAGE, 0
+    twice = lambda y: torch.stack([y, y.tanh()], 1).flatten(0, 1)  # noqa: E731
+    check(lambda x, mask, y: x.masked_scatter(mask[..., None], twice(y[seen(y)])), data, dp=2, tp=2, micro=3)
+
+
 @pytest.mark.fault("padding among features")
 def test_padding_that_comes_before_features_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     sort = Tensor.argsort
@@ -132,7 +157,7 @@ def test_padding_that_comes_before_features_is_seen(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.fault("features of another sample")
-@pytest.mark.parametrize("place", [WAYS["masked_scatter"], *PADDED.values()], ids=range(5))
+@pytest.mark.parametrize("place", [WAYS["masked_scatter"], *PADDED.values()], ids=range(7))
 def test_a_sample_that_marks_another_number_of_tokens_is_refused(place: Place) -> None:
     """One process would give the first sample a feature of the second."""
     _, parallel = made(place, dp=2, tp=2, micro=1)
