@@ -162,7 +162,7 @@ def move_rows(source: Tensor, kept: Tensor, mask: Tensor) -> Tensor:
 
     The other rows of the result [b, s, h] are copies of some. Raises RuntimeError if a sample marks different numbers.
     """
-    wrong = "a sample does not mark as many tokens for features, such as those of an image, as it has features"
+    wrong = "a sample selects another number of rows, such as features of an image, than it has places for them"
     torch._assert_async((mask.sum(1) == kept.sum(1)).all(), wrong)
     order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
     index = order.take_along_dim((mask.cumsum(1) - 1).clamp(0, source.shape[1] - 1), 1)

@@ -86,8 +86,8 @@ class MaskedRows:
             refuse(node, "combines rows that different masks select")
         if node.op == "output" or draws(node.target, node.args, node.kwargs):
             refuse(node, "draws random numbers for" if node.op != "output" else "returns", "rows that a mask selects")
-        for reduced in (self._loss, self._mean):
-            if reduced(node, given, mask):
+        for written in (self._loss, self._mean, self._one_each):
+            if written(node, given, mask):
                 return
         self._by_rule(node, given, mask)
 
@@ -227,6 +227,21 @@ class MaskedRows:
         if each != 1:
             count = write_op(self.graph, like, aten.mul.Tensor, (count, each), (), torch.int64)
         return write_op(self.graph, like, aten.div.Tensor, (total, count), info(total).shape, info(total).dtype)
+
+    def _one_each(self, node: fx.Node, given: dict[int, _Selected], mask: fx.Node) -> bool:
+        """Rewrite `rows.view(b, -1, h)[:, -1]`, as of the last token of each sample, if a sample has one such row."""
+        if node.target is not aten.reshape.default or given[0].place != SamplePlace(0):
+            return False
+        x, shape = operands(node)[0], info(node).shape
+        ends = all(u.target is aten.select.int and u.args[1] == 1 and u.args[2] in (0, -1) for u in node.users)
+        if not ends or len(shape) < 3 or shape[0] != BATCH or info(x).shape[1:] != shape[2:]:
+            return False
+        with self.graph.inserting_before(node):
+            places = write_op(self.graph, node, aten.full.default, ([BATCH, 1], True), (BATCH, 1), torch.bool)
+            made = self._moved(node, x, mask, places, shape[2:])
+        for user in list(node.users):
+            user.replace_all_uses_with(made)
+        return True
 
     def _loss(self, node: fx.Node, given: dict[int, _Selected], mask: fx.Node) -> bool:
         """Rewrite a loss that torch reduces over rows."""

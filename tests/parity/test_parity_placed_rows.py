@@ -53,14 +53,14 @@ def added_to_seen(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
 
 
 def by_sample(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
-    """As models whose samples have several pictures each: a list of those of each sample, put together again."""
+    """Put together a list of the features of each sample, as models with several pictures per sample do."""
     kept = seen(y)
     parts = [part.reshape(-1, WIDTH) for part in y.flatten(0, 1)[kept.flatten()].split(kept.sum(1).tolist())]
     return x.masked_scatter(mask[..., None], torch.cat(parts))
 
 
 def by_number(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
-    """As masks of attention are read: at the numbers of rows, and at places within each."""
+    """Read features at the numbers of their rows, and at places within each, as masks of attention are read."""
     rows = y[seen(y)]
     rows = rows[torch.arange(rows.shape[0])[:, None], torch.arange(WIDTH)[None].flip(1)]
     same = y.new_ones(WIDTH).cumsum(0).expand(rows.shape[0], -1)
@@ -163,5 +163,5 @@ def test_a_sample_that_marks_another_number_of_tokens_is_refused(place: Place) -
     _, parallel = made(place, dp=2, tp=2, micro=1)
     wrong = batch()
     wrong["ids"][0], wrong["ids"][1, wrong["ids"][1] == IMAGE] = IMAGE, 0
-    with pytest.raises(RuntimeFault, match="does not mark as many tokens"):
+    with pytest.raises(RuntimeFault, match="selects another number of rows"):
         train_in_lockstep(parallel, [wrong])
