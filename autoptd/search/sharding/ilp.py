@@ -40,7 +40,7 @@ every problem (`SplitProgram.costs`).
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -161,16 +161,16 @@ class SplitProgram:
 
 
 class SplitPrograms:
-    """Programs by structure, the least recently used dropped first."""
+    """Programs, the most recently used last. They are few and large: to compare structures is quicker than hashing."""
 
     def __init__(self) -> None:
-        self._stated: OrderedDict[Structure, SplitProgram] = OrderedDict()
+        self._stated: list[SplitProgram] = []
 
     def of(self, structure: Structure) -> SplitProgram:
-        program = self._stated.pop(structure, None) or SplitProgram(structure)
-        self._stated[program.structure] = program
-        if len(self._stated) > _KEPT:
-            self._stated.popitem(last=False)
+        found = next((program for program in reversed(self._stated) if program.structure == structure), None)
+        program = found or SplitProgram(structure)
+        others = (other for other in self._stated if other is not program)
+        self._stated = [*others, program][-_KEPT:]
         return program
 
 
