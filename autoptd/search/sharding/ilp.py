@@ -111,12 +111,15 @@ def _supplies(problem: SplitProblem) -> list[tuple[Pair, tuple[Supply, ...]]]:
                 wanted[tensor][placement] = None
             for tensor, placement in choice.gives:
                 given[tensor][placement] = None
-    found = []
+    found, conversion_s = [], problem.conversion_s
     for tensor, targets in wanted.items():
         for target in sorted(targets, key=str):
             prices: dict[float, list[Placement]] = defaultdict(list)
             for source in given[tensor]:
-                prices[problem.conversion(tensor, source, target)].append(source)
+                if source == target:
+                    prices[0.0].append(source)
+                elif (edge := (tensor, source, target)) in conversion_s:
+                    prices[conversion_s[edge]].append(source)
             supplies = (Supply(tuple(sources), c == 0) for c, sources in prices.items() if c < math.inf)
             found.append(((tensor, target), tuple(supplies)))
     return found
@@ -148,7 +151,7 @@ class SplitProgram:
         for node, costs in zip(problem.nodes, own, strict=True):
             for place, (choice, cost) in enumerate(zip(node.choices, costs, strict=True)):
                 found[self.x[node.name, choice.label]] = cost + step * place / len(costs)
-        found.update({z: problem.conversion(*edge) for edge, z in self.z.items()})
+        found.update({z: problem.conversion_s[edge] for edge, z in self.z.items()})
         found.update({s: price * problem.saved_bytes[pair] for pair, s in self.s.items()})
         return found
 
