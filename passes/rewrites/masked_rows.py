@@ -4,7 +4,7 @@
     f(x[mask])     an op of each row                   ->  the op of all rows
     sum over rows  a sum, a mean, a loss               ->  of where(mask, rows, 0); a mean's divisor is mask.sum()
     y[mask] = ...  the rows, back at their places      ->  where(mask, rows, y)
-    y[other] = ... the rows, at places of another mask ->  moved there, in order within each sample (`ops.move_rows`)
+    y[other] = ... the rows, at places of another mask ->  moved there, in order within each sample (`placed_rows.py`)
     y.index_add    the rows, added at their places     ->  y + where(mask, rows, 0), summed over the mask's other dims
 
 First a size that counts selected rows is named after all of them, and each selection becomes a `masked_rows` node
@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import SamplePlace, grows, makes_new
 from autoptd.passes.batch.batch_independence import SUMS, output_places
 from autoptd.passes.batch.rows import Order, Rows
-from autoptd.passes.graph import WRITTEN_FOR, info, is_getitem, numel, op_call, op_name, operands, plain, write_op
+from autoptd.passes.graph import info, is_getitem, numel, op_call, operands, plain, write_op
 from autoptd.passes.normalise.drop import share_repeated
 from autoptd.passes.opcall import Size
 from autoptd.passes.random.draws import draws, given_of
+from autoptd.passes.rewrites.placed_rows import write_moved_rows
 from autoptd.passes.rewrites.row_selections import INDICES, REPEATED, add_rows, masked_rows, put_rows, refuse
 from autoptd.passes.rules.views import quotient
 from autoptd.passes.trace.traced import BATCH, Traced
@@ -143,7 +143,7 @@ class MaskedRows:
         each = quotient(numel(info(x).shape), numel(info(kept).shape) * numel(rest))
         if not all(by_sample) or each is None or any(n is None or grows(n) for n in sizes):
             refuse(like, "combines rows that different masks select")
-        kind, (before, after) = info(x).dtype, [plain(n) for n in sizes if n is not None]
+        before, after = (plain(n) for n in sizes if n is not None)
         chosen, places = (self.reshaped(like, m, (BATCH, n)) for m, n in ((kept, before), (mask, after)))
         if each != 1:
             wide = (BATCH, before, plain(each))
@@ -152,8 +152,7 @@ class MaskedRows:
             before = plain(before * each)
             chosen = self.reshaped(like, chosen, (BATCH, before))
         source = self.reshaped(like, x, (BATCH, before, numel(rest)))
-        made = write_op(self.graph, like, ops.move_rows, (source, chosen, places), (BATCH, after, numel(rest)), kind)
-        made.meta[WRITTEN_FOR] = op_name(like)
+        made = write_moved_rows(self.graph, like, source, chosen, places)
         return self.reshaped(like, made, (numel(info(mask).shape), *rest))
 
     def _by_rule(self, node: fx.Node, given: dict[int, _Selected], mask: fx.Node) -> None:
