@@ -42,6 +42,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "samples of a rank": "a loss that compares samples compares those of one microbatch or one rank alone",
         "samples misplaced": "a loss that compares samples takes one's features, or their gradient, for another's",
         "features of another sample": "features go to marked tokens of another sample than theirs (it is refused)",
+        "padding among features": "what a mask leaves out of features is moved to tokens before the features",
         "moves on trust": "rows moved by computed indices are assumed to stay with their samples (proved, or refused)",
     },
     "clipping": {

@@ -95,7 +95,7 @@ def not_finite(key: str, x: Tensor, manifest: Mapping[str, Any]) -> str:
     if not (x.is_floating_point() or x.is_complex()) or x.numel() == 0:
         return ""
     x = (torch.view_as_real(x) if x.is_complex() else x).detach()
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x if x.dtype == torch.float64 else x.float()
     if all(map(math.isfinite, map(float, torch.aminmax(x)))):  # takes a third of the time of counting
         return ""
     return f"{key}: {int(x.numel() - torch.isfinite(x).sum())} of {x.numel()} elements are not finite"

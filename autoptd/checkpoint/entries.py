@@ -5,6 +5,8 @@
     counts.<parameter>.<key>       0-dim: number of optimizer steps it has taken
     numbers.<parameter>.<key>      0-dim: a state that is a Python number
 
+A state that is a tensor made of others has a key for each: `exp_avg-codes` (`state_parts.py`).
+
 Names and shapes are those of the unsharded model and do not depend on mesh, stages, buckets or shards. Each element has
 one owner, the rank that counts it towards the gradient norm; owners write, all ranks read.
 """
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autoptd.checkpoint.state_parts import WITHIN, parts
 from autoptd.errors import CheckpointError
 from autoptd.layout.layout import TensorSpec
 from autoptd.layout.regions import Ints, Region, regions_of
@@ -58,9 +61,8 @@ def model_entries(trainer: Trainer, untrained: Collection[str]) -> Iterator[Entr
 def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
     """Yield the optimizer's state of each parameter that it has stepped. Raises CheckpointError for other objects."""
     for updated in trainer.update.updated:
-        state = trainer.optimizer.state.get(updated.param, {})
-        for key in sorted(state, key=str):
-            yield optimizer_entry(trainer, updated, key, state[key])
+        for key, value in parts(trainer.optimizer.state.get(updated.param, {})):
+            yield optimizer_entry(trainer, updated, key, value)
 
 
 def optimizer_entry(trainer: Trainer, updated: Updated, key: str, value: object) -> Entry:
@@ -75,7 +77,7 @@ def optimizer_entry(trainer: Trainer, updated: Updated, key: str, value: object)
         kind, tensor = NUMBERS, torch.tensor(value, dtype=_NUMBERS[type(value)])
     plain = isinstance(tensor, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter)
     fits = piece is None or not plain or tensor.dim() == 0 or tensor.shape == updated.param.shape  # type: ignore[attr-defined]
-    if not (isinstance(key, str) and key.isidentifier() and plain and fits):
+    if not (isinstance(key, str) and key.replace(WITHIN, "_").isidentifier() and plain and fits):
         held = f"of shape {list(tensor.shape)}" if plain else f"a {type(value).__name__}"  # type: ignore[attr-defined]
         raise CheckpointError(
             f"the optimizer's state {key!r} of {name} is {held}, which another plan could not read",

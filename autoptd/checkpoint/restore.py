@@ -16,6 +16,7 @@ from autoptd.checkpoint.entries import COUNTS, MOMENTS, NUMBERS, Entry, model_en
 from autoptd.checkpoint.files import LOAD_OLDER
 from autoptd.checkpoint.index import Index
 from autoptd.checkpoint.progress import check_optimizer, read_progress
+from autoptd.checkpoint.state_parts import WITHIN, joined, made_in_a_step, parts
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
 from autoptd.runtime.comm.interfaces import Communicators
@@ -55,14 +56,15 @@ def restore(
         check_optimizer(where, progress, trainer.optimizer)
         _check_moments(where, known, trainer)
         states = _empty_states(trainer, known)
-        _check_states(where, states, trainer)
+        made = _made(states, trainer)
+        _check_states(where, states, made, trainer)
         entries += [entry for found in states.values() for entry in found.values()]
     _check_types(where, entries, known, trainer)
     trainer.settle()
     dcp.read(where, known, entries, group)
     _report(where, entries, manifest, trainer.communicators)
     if optimizer:
-        _fill_optimizer(trainer, states, progress["optimizer"]["groups"])
+        _fill_optimizer(trainer, states, made, progress["optimizer"]["groups"])
     trainer.take_pieces()
     return progress
 
@@ -153,10 +155,22 @@ def _check_types(where: Path, entries: Collection[Entry], known: Index, trainer:
     _refuse_on_all_ranks(where, "the checkpoint has tensors of other types", wrong, trainer.communicators)
 
 
-def _check_states(where: Path, states: Mapping[int, Mapping[str, Entry]], trainer: Trainer) -> None:
+def _made(states: Mapping[int, Mapping[str, Entry]], trainer: Trainer) -> dict[int, dict[str, Any]]:
+    """Return states that the optimizer makes, by a parameter's index, where a checkpoint has parts of states."""
+    found = {}
+    for i, leaves in states.items():
+        if any(WITHIN in leaf for leaf in leaves):
+            updated = trainer.update.updated[i]
+            found[i] = made_in_a_step(trainer.optimizer, updated.param, trainer.layout.parameters[updated.name].shape)
+    return found
+
+
+def _check_states(
+    where: Path, states: Mapping[int, Mapping[str, Entry]], made: Mapping[int, Mapping[str, Any]], trainer: Trainer
+) -> None:
     """Raise CheckpointError unless parameters of a group have the same optimizer state, or none if never stepped.
 
-    The state of whole parameters may depend on their shape.
+    The state of whole parameters may depend on their shape. States in parts are as the optimizer makes them (`made`).
     """
     updated = trainer.update.updated
     places = {id(updated[i].param): i for i in states}  # a group may hold other parameters, or none of these
@@ -171,6 +185,12 @@ def _check_states(where: Path, states: Mapping[int, Mapping[str, Entry]], traine
             wrong += [
                 f"{updated[i].name}: no {leaf} in it" for i in found for leaf in sorted(expected - set(states[i]))
             ]
+    for i, state in made.items():
+        held = [(leaf, entry.whole) for leaf, entry in sorted(states[i].items())]
+        mine = sorted((leaf, tuple(getattr(value, "shape", ()))) for leaf, value in parts(state))
+        if held != mine:
+            both = (", ".join(f"{leaf} {list(shape)}" for leaf, shape in each) for each in (held, mine))
+            wrong.append(f"{updated[i].name}: {' in it, '.join(both)} in the optimizer")
     _refuse_on_all_ranks(where, "the checkpoint lacks state of the optimizer", wrong, trainer.communicators)
 
 
@@ -215,7 +235,12 @@ def _empty_states(trainer: Trainer, known: Index) -> dict[int, dict[str, Entry]]
     return found
 
 
-def _fill_optimizer(trainer: Trainer, states: Mapping[int, Mapping[str, Entry]], groups: list[dict[str, Any]]) -> None:
+def _fill_optimizer(
+    trainer: Trainer,
+    states: Mapping[int, Mapping[str, Entry]],
+    made: Mapping[int, Mapping[str, Any]],
+    groups: list[dict[str, Any]],
+) -> None:
     """Load state and options with the optimizer's own `load_state_dict`, which puts each value on its device."""
     optimizer = trainer.optimizer
     state = optimizer.state_dict()
@@ -224,12 +249,11 @@ def _fill_optimizer(trainer: Trainer, states: Mapping[int, Mapping[str, Entry]],
         for group, own in zip(optimizer.param_groups, state["param_groups"], strict=True)
         for param, number in zip(group["params"], own["params"], strict=True)
     }
-    state["state"] = {
-        numbers[id(trainer.update.updated[i].param)]: {
-            leaf: _value(entry, trainer.update.updated[i]) for leaf, entry in found.items()
-        }
-        for i, found in states.items()
-    }
+    state["state"] = {}
+    for i, found in states.items():
+        updated = trainer.update.updated[i]
+        values = {leaf: _value(entry, updated) for leaf, entry in found.items()}
+        state["state"][numbers[id(updated.param)]] = joined(values, made[i]) if i in made else values
     state["param_groups"] = [
         {**saved, "params": own["params"]} for saved, own in zip(groups, state["param_groups"], strict=True)
     ]

@@ -149,15 +149,21 @@ def sum_by_index(source: Tensor, index: Tensor, size: int) -> Tensor:
     return source.new_zeros(*source.shape[:-1], size).scatter_add(-1, index, source)
 
 
-def place_rows(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """Write the rows of source [b, t, h] to those of x [b, s, h] that mask [b, s] marks, in order within each sample.
+def marked_rows(kept: Tensor, mask: Tensor) -> Tensor:
+    """Return, for each place [b, s] that mask marks, the number of the row of its sample that kept [b, t] marks.
 
-    Raises RuntimeError if a sample does not mark t rows.
+    The first place of a sample gets its first row, and so on; other places get any number. All ranks of a sample's
+    tokens find it for all of them. Raises RuntimeError if a sample has another number of rows than places.
     """
-    wrong = "a sample does not mark as many tokens for features, such as those of an image, as it has features"
-    torch._assert_async((mask.sum(1) == source.shape[1]).all(), wrong)
-    index = (mask.cumsum(1) - 1).clamp(0, source.shape[1] - 1)
-    return torch.where(mask[..., None], source.take_along_dim(index[..., None], 1), x)
+    wrong = "a sample selects another number of rows, such as features of an image, than it has places for them"
+    torch._assert_async((mask.sum(1) == kept.sum(1)).all(), wrong)
+    order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
+    return order.take_along_dim((mask.cumsum(1) - 1).clamp(0, kept.shape[1] - 1), 1)
+
+
+def take_rows(source: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of source [b, t, h] of these numbers [b, s], of each sample its own: [b, s, h]."""
+    return source.take_along_dim(index[..., None], 1)
 
 
 def sum_over_dp(x: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ BY_MODEL: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[1, 0]],
         "downsample_rate": "1/2",
         "image_grid_pinpoints": [[32, 32]],
-        "vision_config": {"hidden_size": 64},
+        "vision_config": {"hidden_size": 128},
     },
     "llava_next": {"image_grid_pinpoints": [[32, 32]]},
     "llava_next_video": {"image_grid_pinpoints": [[32, 32]]},

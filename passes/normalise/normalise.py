@@ -60,6 +60,7 @@ from autoptd.passes.rewrites.expanded import write_parts_of_expanded
 from autoptd.passes.rewrites.masked_rows import follow_masked_rows
 from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows
+from autoptd.passes.rewrites.rejoined_rows import write_rejoined_rows
 from autoptd.passes.rewrites.row_selections import mark_masked_rows, name_masked_sizes
 from autoptd.passes.rewrites.strided_views import write_strided_views
 from autoptd.passes.trace.traced import Traced
@@ -115,6 +116,7 @@ PREPARE: list[Pass] = [
     inline_regions,
     write_own,
     drop_asserts,
+    write_rejoined_rows,
     name_masked_sizes,
     fold_sizes,
     drop_asserts,

@@ -4,6 +4,7 @@
     f(x[mask])     an op of each row                   ->  the op of all rows
     sum over rows  a sum, a mean, a loss               ->  of where(mask, rows, 0); a mean's divisor is mask.sum()
     y[mask] = ...  the rows, back at their places      ->  where(mask, rows, y)
+    y[other] = ... the rows, at places of another mask ->  moved there, in order within each sample (`placed_rows.py`)
     y.index_add    the rows, added at their places     ->  y + where(mask, rows, 0), summed over the mask's other dims
 
 First a size that counts selected rows is named after all of them, and each selection becomes a `masked_rows` node
@@ -11,8 +12,8 @@ First a size that counts selected rows is named after all of them, and each sele
 Everything else that such rows can be used for depends on how many they are, and is refused: their order, their number,
 draws of random numbers.
 
-The fill is in the domain of most functions (0.5, 0 for integers), so that rows that are not selected have finite
-gradients, which the mask makes zero.
+The fill is in the domain of most functions (0.5, 0 for integers, true for masks, so that attention sees something), so
+that rows that are not selected have finite gradients, which the mask makes zero.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autoptd.passes.batch.batch_dims import SamplePlace, makes_new
+from autoptd.passes.batch.batch_dims import SamplePlace, grows, makes_new
 from autoptd.passes.batch.batch_independence import SUMS, output_places
 from autoptd.passes.batch.rows import Order, Rows
-from autoptd.passes.graph import info, is_getitem, numel, op_call, operands, write_op
+from autoptd.passes.graph import info, is_getitem, numel, op_call, operands, plain, write_op
 from autoptd.passes.normalise.drop import share_repeated
-from autoptd.passes.opcall import Size, is_random
-from autoptd.passes.random.draws import given_of
-from autoptd.passes.rewrites.row_selections import INDICES, add_rows, masked_rows, put_rows, refuse
-from autoptd.passes.trace.traced import Traced
+from autoptd.passes.opcall import Size
+from autoptd.passes.random.draws import draws, given_of
+from autoptd.passes.rewrites.placed_rows import write_moved_rows
+from autoptd.passes.rewrites.row_selections import INDICES, REPEATED, add_rows, masked_rows, put_rows, refuse
+from autoptd.passes.rules.views import quotient
+from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
 _DENSE = (
@@ -70,23 +73,87 @@ class MaskedRows:
             return
         given = {i: s for i, o in enumerate(operands(node)) if (s := self.state(o)) is not None}
         if not given:
+            if (repeated := node.meta.get(REPEATED)) is not None:
+                self.states[node] = (_Selected(repeated[0], SamplePlace(repeated[1])),)
             return
-        masks = {s.mask for s in given.values()}
         if node.target in _BACK:
-            masks.add(node.args[1])  # type: ignore[arg-type]
-        if len(masks) > 1:
+            self._put(node, given)
+            return
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            given = self._aligned(node, given)
+        mask, *others = {s.mask for s in given.values()}
+        if others:
             refuse(node, "combines rows that different masks select")
-        if node.target in _BACK:
-            if given.keys() != {2} or given[2].place != SamplePlace(0):
-                refuse(node, "moves rows that a mask selects")
-            return
-        (mask,) = masks
-        if node.op == "output" or is_random(node.target):
+        if node.op == "output" or draws(node.target, node.args, node.kwargs):
             refuse(node, "draws random numbers for" if node.op != "output" else "returns", "rows that a mask selects")
-        for reduced in (self._loss, self._mean):
-            if reduced(node, given, mask):
+        for written in (self._loss, self._mean, self._one_each):
+            if written(node, given, mask):
                 return
         self._by_rule(node, given, mask)
+
+    def _put(self, node: fx.Node, given: dict[int, _Selected]) -> None:
+        """Let the rows of a write be those of its own mask."""
+        mask, rows = node.args[1:3]
+        place = given[2].place if given.keys() == {2} else SamplePlace(0, 2)
+        if (place.dim, place.outer) != (0, 1):
+            refuse(node, "moves rows that a mask selects")
+        if given[2].mask is mask:
+            return
+        if node.target is add_rows:
+            refuse(node, "combines rows that different masks select")
+        rest = (numel(info(node).shape) / numel(info(mask).shape),)  # type: ignore[arg-type]
+        with self.graph.inserting_before(node):
+            node.replace_input_with(rows, self._moved(node, rows, given[2].mask, mask, rest))  # type: ignore[arg-type]
+
+    def _aligned(self, node: fx.Node, given: dict[int, _Selected]) -> dict[int, _Selected]:
+        """Let the operands of a pointwise op have their rows where one mask selects some.
+
+        Others are selected by another mask, or are as many for each sample.
+        """
+        ndim, place = info(node).ndim, SamplePlace(0)
+        if any(s.place != place or info(operands(node)[i]).ndim != ndim for i, s in given.items()):
+            return given
+        size, aligned = info(node).shape[0], dict(given)
+        mask = next((s.mask for s in given.values() if numel(info(s.mask).shape) == size), None)
+        for i, x in enumerate(operands(node)):
+            shape = info(x).shape
+            each = quotient(shape[0], BATCH) if len(shape) == ndim and i not in given else None
+            if mask is None or (i in given and given[i].mask is mask):
+                continue
+            if i in given:
+                kept = given[i].mask
+            elif each is not None and shape[0] != size:
+                whole = (BATCH, plain(each))
+                with self.graph.inserting_before(node):
+                    kept = write_op(self.graph, node, aten.full.default, (list(whole), True), whole, torch.bool)
+            else:
+                continue
+            with self.graph.inserting_before(node):
+                node.replace_input_with(x, self._moved(node, x, kept, mask, shape[1:]))
+            aligned[i] = _Selected(mask, place)
+        return aligned
+
+    def _moved(self, like: fx.Node, x: fx.Node, kept: fx.Node, mask: fx.Node, rest: tuple[Size, ...]) -> fx.Node:
+        """Insert rows of x, of shape `rest`, that `kept` selects where `mask` selects some, sample by sample.
+
+        What `kept` selects may be several rows each: a picture has some for each of its patches.
+        """
+        sizes = [quotient(numel(info(m).shape), BATCH) for m in (kept, mask)]
+        by_sample = [quotient(info(m).shape[0], BATCH) is not None for m in (kept, mask)]
+        each = quotient(numel(info(x).shape), numel(info(kept).shape) * numel(rest))
+        if not all(by_sample) or each is None or any(n is None or grows(n) for n in sizes):
+            refuse(like, "combines rows that different masks select")
+        before, after = (plain(n) for n in sizes if n is not None)
+        chosen, places = (self.reshaped(like, m, (BATCH, n)) for m, n in ((kept, before), (mask, after)))
+        if each != 1:
+            wide = (BATCH, before, plain(each))
+            chosen = self.reshaped(like, chosen, (BATCH, before, 1))
+            chosen = write_op(self.graph, like, aten.expand.default, (chosen, list(wide)), wide, torch.bool)
+            before = plain(before * each)
+            chosen = self.reshaped(like, chosen, (BATCH, before))
+        source = self.reshaped(like, x, (BATCH, before, numel(rest)))
+        made = write_moved_rows(self.graph, like, source, chosen, places)
+        return self.reshaped(like, made, (numel(info(mask).shape), *rest))
 
     def _by_rule(self, node: fx.Node, given: dict[int, _Selected], mask: fx.Node) -> None:
         size, call = numel(info(mask).shape), op_call(node)
@@ -160,6 +227,21 @@ class MaskedRows:
             count = write_op(self.graph, like, aten.mul.Tensor, (count, each), (), torch.int64)
         return write_op(self.graph, like, aten.div.Tensor, (total, count), info(total).shape, info(total).dtype)
 
+    def _one_each(self, node: fx.Node, given: dict[int, _Selected], mask: fx.Node) -> bool:
+        """Rewrite `rows.view(b, -1, h)[:, -1]`, as of the last token of each sample, if a sample has one such row."""
+        if node.target is not aten.reshape.default or given[0].place != SamplePlace(0):
+            return False
+        x, shape = operands(node)[0], info(node).shape
+        ends = all(u.target is aten.select.int and u.args[1] == 1 and u.args[2] in (0, -1) for u in node.users)
+        if not ends or len(shape) < 3 or shape[0] != BATCH or info(x).shape[1:] != shape[2:]:
+            return False
+        with self.graph.inserting_before(node):
+            places = write_op(self.graph, node, aten.full.default, ([BATCH, 1], True), (BATCH, 1), torch.bool)
+            made = self._moved(node, x, mask, places, shape[2:])
+        for user in list(node.users):
+            user.replace_all_uses_with(made)
+        return True
+
     def _loss(self, node: fx.Node, given: dict[int, _Selected], mask: fx.Node) -> bool:
         """Rewrite a loss that torch reduces over rows."""
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -216,9 +298,10 @@ _BACK = (put_rows, add_rows)  # of rows to their places
 
 
 def _all_rows(follower: MaskedRows, node: fx.Node) -> fx.Node:
-    selected, floats = follower.states[node][0], info(node).dtype.is_floating_point or info(node).dtype.is_complex
+    selected, kind = follower.states[node][0], info(node).dtype
     assert selected is not None
-    return follower.where(node, follower.reshaped(node, node.args[0], info(node).shape), selected, 0.5 if floats else 0)
+    fill = 0.5 if kind.is_floating_point or kind.is_complex else kind is torch.bool
+    return follower.where(node, follower.reshaped(node, node.args[0], info(node).shape), selected, fill)
 
 
 def _put(follower: MaskedRows, node: fx.Node) -> fx.Node:

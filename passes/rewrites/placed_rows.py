@@ -3,7 +3,8 @@
     x[mask] = y,  x.masked_scatter(mask, y)     x [b, s, h], mask [b, s], y [b · t, h]
 
 torch fills the marked rows of the whole batch in order, so a row is its own sample's only if every sample marks t rows.
-`ops.place_rows` fills them sample by sample, and fails where a sample marks more or fewer.
+They are filled sample by sample here: `ops.marked_rows` numbers the rows, and fails where a sample marks more or fewer,
+and `ops.take_rows` takes each token's own.
 """
 
 from __future__ import annotations
@@ -31,20 +32,30 @@ def write_placed_rows(graph: fx.Graph, traced: Traced) -> None:
             x, (mask,), source = node.args[:3]
         else:
             continue
-        tokens = None if mask is None else _tokens(mask, info(node).shape)
+        tokens = None if mask is None else mask_of_tokens(mask, info(node).shape)
         rows = _rows_of_a_sample(source, info(node).shape)
         if tokens is None or rows is None or info(source).dtype != info(node).dtype:
             continue
         (b, s, h), kind = info(node).shape, info(node).dtype
         with graph.inserting_before(node):
-            flat = write_op(graph, node, aten.reshape.default, (tokens, [b, s]), (b, s), torch.bool)
+            kept = write_op(graph, node, aten.full.default, ([b, rows], True), (b, rows), torch.bool)
             apart = write_op(graph, node, aten.reshape.default, (source, [b, rows, h]), (b, rows, h), kind)
-            made = write_op(graph, node, ops.place_rows, (x, flat, apart), (b, s, h), kind)
-            made.meta[WRITTEN_FOR] = op_name(node)
+            flat = write_op(graph, node, aten.reshape.default, (tokens, [b, s]), (b, s), torch.bool)
+            moved = write_moved_rows(graph, node, apart, kept, flat)
+            spread = write_op(graph, node, aten.reshape.default, (tokens, [b, s, 1]), (b, s, 1), torch.bool)
+            made = write_op(graph, node, aten.where.self, (spread, moved, x), (b, s, h), kind)
         node.replace_all_uses_with(made)
 
 
-def _tokens(mask: fx.Node, shape: tuple[Size, ...]) -> fx.Node | None:
+def write_moved_rows(graph: fx.Graph, like: fx.Node, x: fx.Node, kept: fx.Node, mask: fx.Node) -> fx.Node:
+    """Insert the rows of x [b, t, h] that kept [b, t] marks where mask [b, s] does, in order within each sample."""
+    (b, s), h = info(mask).shape, info(x).shape[2]
+    index = write_op(graph, like, ops.marked_rows, (kept, mask), (b, s), torch.int64)
+    index.meta[WRITTEN_FOR] = op_name(like)
+    return write_op(graph, like, ops.take_rows, (x, index), (b, s, h), info(x).dtype)
+
+
+def mask_of_tokens(mask: fx.Node, shape: tuple[Size, ...]) -> fx.Node | None:
     """Return a mask with one element for each row of a tensor [b, s, h], from which `mask` was spread over h."""
     while True:
         if info(mask).dtype is not torch.bool or len(shape) != 3:

@@ -24,9 +24,11 @@ from autoptd.passes.batch.batch_dims import makes_new
 from autoptd.passes.graph import info, op_name, operands, source_line, write_op
 from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.random.draws import given_of
+from autoptd.passes.rewrites.placed_rows import mask_of_tokens
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
+REPEATED = "repeated for rows"  # mask and dim of a tensor that is repeated for each row that a mask selects
 _FIX = (
     "sum over the selected rows, or keep all rows and multiply by the mask: (loss * mask).sum() / mask.sum(); "
     "use mask.sum() for their number"
@@ -56,18 +58,20 @@ def name_masked_sizes(graph: fx.Graph, traced: Traced) -> None:
     named: dict[sympy.Symbol, fx.Node] = {}
     _write_numbers_as_masks(graph)
     for node in graph.nodes:
-        if found := _selection(node):
+        if found := selection(node):
             size = node.meta["val"].shape[found.first].node.expr
             shape = [
                 sympy.sympify(n.node.expr if isinstance(n, torch.SymInt) else n) for n in found.mask.meta["val"].shape
             ]
             if isinstance(size, sympy.Symbol) and not any(n.free_symbols - traced.symbol.keys() for n in shape):
+                number = in_sympy(sympy.prod(shape).subs(traced.symbol))
+                if traced.symbol.setdefault(size, number) != number:
+                    refuse(node, "selects as many rows as another mask")
                 named[size] = found.mask
-                traced.symbol[size] = in_sympy(sympy.prod(shape).subs(traced.symbol))
     if not named:
         return
     for node in graph.nodes:
-        new = _symbols(node) & named.keys() if node.target not in INDICES and not _selection(node) else set()
+        new = _symbols(node) & named.keys() if node.target not in INDICES and not selection(node) else set()
         if new and not any(new & _symbols(x) for x in node.all_input_nodes):
             refuse(node, "makes as many rows as a mask selects")
     _write_counts(graph, named)
@@ -93,7 +97,7 @@ def _write_numbers_as_masks(graph: fx.Graph) -> None:
 
 
 @dataclass(frozen=True)
-class _Selection:
+class Selection:
     """Rows of `x` that a mask selects, dim `first` of the result. columns: the dims of the mask that x has there."""
 
     x: fx.Node
@@ -102,7 +106,7 @@ class _Selection:
     columns: tuple[int, ...]
 
 
-def _selection(node: fx.Node) -> _Selection | None:
+def selection(node: fx.Node) -> Selection | None:
     """Return the selection that a node is: `x[mask]`, `x[mask.nonzero()...]`, `x.masked_select(mask)`; else None."""
     if node.op != "call_function" or node.target not in _SELECTS:
         return None
@@ -131,18 +135,18 @@ def _counts_rows(size: Any) -> bool:
     return bool(symbols) and all(str(s).startswith("u") for s in symbols)
 
 
-def _by_mask(x: fx.Node, indices: Any) -> _Selection | None:
+def _by_mask(x: fx.Node, indices: Any) -> Selection | None:
     """Return what indices select of x, if they are one mask or columns of the places where one mask is true."""
     given = [(index, i) for i, index in enumerate(indices) if index is not None]
     if len(given) == 1 and given[0][0].meta["val"].dtype is torch.bool:
         mask, first = given[0]
-        return _Selection(x, mask, first, tuple(range(mask.meta["val"].ndim)))
+        return Selection(x, mask, first, tuple(range(mask.meta["val"].ndim)))
     found = [_column(index) for index, _ in given]
     if not found or None in found or len({mask for mask, _ in found}) != 1:  # type: ignore[misc]
         return None
     columns, first = tuple(column for _, column in found), given[0][1]  # type: ignore[misc]
     adjacent = [i for _, i in given] == list(range(first, first + len(given)))
-    return _Selection(x, found[0][0], first, columns) if adjacent and len(set(columns)) == len(columns) else None  # type: ignore[index]
+    return Selection(x, found[0][0], first, columns) if adjacent and len(set(columns)) == len(columns) else None  # type: ignore[index]
 
 
 def _column(index: fx.Node) -> tuple[fx.Node, int] | None:
@@ -184,9 +188,11 @@ def _write_counts(graph: fx.Graph, named: dict[sympy.Symbol, fx.Node]) -> None:
         if not isinstance(value, (torch.SymInt, torch.SymFloat)) or not value.node.expr.free_symbols & named.keys():
             continue
         for user in list(node.users):
-            if isinstance(user.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)) or _is_shape(user, node):
-                continue
             mask = named.get(value.node.expr)
+            if isinstance(user.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)) or _is_shape(user, node):
+                if mask is not None and op_name(user) == "expand":
+                    user.meta[REPEATED] = mask, user.args[1].index(node)  # type: ignore[union-attr]
+                continue
             if mask is None or user.target not in (aten.div.Tensor, aten.mul.Tensor):
                 refuse(user, "reads the number of rows that a mask selects")
             with graph.inserting_before(user):
@@ -207,7 +213,7 @@ def mark_masked_rows(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite selections, and writes of selected rows to their places, as nodes that `follow_masked_rows` rewrites."""
     for node in list(graph.nodes):
         made: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
-        if found := _selection(node):
+        if found := selection(node):
             made = masked_rows, (_with_dims_of_mask(graph, node, found), found.mask, found.first)
         elif rows := _put_back(node):
             made = put_rows, (node.args[0], *rows)
@@ -216,12 +222,12 @@ def mark_masked_rows(graph: fx.Graph, traced: Traced) -> None:
         if made is not None:
             with graph.inserting_before(node):
                 new = write_op(graph, node, *made, info(node).shape, info(node).dtype)
-            new.meta["info"] = info(node)
+            new.meta |= {key: node.meta[key] for key in ("info", "val")}
             node.replace_all_uses_with(new)
             graph.erase_node(node)
 
 
-def _with_dims_of_mask(graph: fx.Graph, node: fx.Node, found: _Selection) -> fx.Node:
+def _with_dims_of_mask(graph: fx.Graph, node: fx.Node, found: Selection) -> fx.Node:
     """Insert before a selection what it selects from, with all dims of the mask, in their order."""
     x, shape = found.x, list(info(found.x).shape)
     columns, first, wide = list(found.columns), found.first, list(info(found.mask).shape)
@@ -246,7 +252,9 @@ def _put_back(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if node.target is aten.index_put.default and node.args[3:] in ((), (False,)):
         found, rows = _by_mask(operands(node)[0], node.args[1]), node.args[2]
     elif node.target is aten.masked_scatter.default:
-        found, rows = _by_mask(operands(node)[0], [node.args[1]]), node.args[2]
+        mask: Any = node.args[1]
+        mask = mask_of_tokens(mask, info(node).shape) or mask
+        found, rows = _by_mask(operands(node)[0], [mask]), node.args[2]
     else:
         return None
     if found is None or found.first != 0 or found.columns != tuple(range(found.mask.meta["val"].ndim)):

@@ -1,12 +1,15 @@
-"""Notation of a convolution: channels and, with groups of channels, the groups can be split; spatial dims are whole."""
+"""Notation of a convolution: channels and, with groups of channels, the groups can be split.
+
+A spatial dim is whole, unless the kernel has one element there and takes every place: such a convolution is a linear.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoptd.layout.placements import Split
-from autoptd.passes.opcall import OpCall
+from autoptd.passes.opcall import OpCall, Size
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.op_notations import arrow
 
@@ -15,13 +18,28 @@ _GROUPS = 6  # position of the argument
 
 def conv(call: OpCall) -> str:
     """Return the notation; of a depthwise convolution `b g ., g 1 . -> b g .`: each channel has a filter of its own."""
-    source, weight = call.operands[:2]
-    space, groups = ["."] * (source.ndim - 2), call.arg(_GROUPS, "groups", 1)
+    weight = call.operands[1]
+    space, groups = _places(call), call.arg(_GROUPS, "groups", 1)
+    kernel = ["."] * len(space)
     bias = len(call.operands) == 3
     if groups == 1:
-        return arrow([["b", "c", *space], ["o", "c", *space], *[["+", "o"]] * bias], [["b", "o", *space]])
+        return arrow([["b", "c", *space], ["o", "c", *kernel], *[["+", "o"]] * bias], [["b", "o", *space]])
     outer, inner = f"(g {weight.shape[0] // groups})", f"(g {weight.shape[1]})"  # type: ignore[operator]
-    return arrow([["b", inner, *space], [outer, ".", *space], *[[outer]] * bias], [["b", outer, *space]])
+    return arrow([["b", inner, *space], [outer, ".", *kernel], *[[outer]] * bias], [["b", outer, *space]])
+
+
+def _places(call: OpCall) -> list[str]:
+    """Return a letter for each spatial dim that can be split, and `.` for the others."""
+    kernel = call.operands[1].shape[2:]
+    steps, padding = _each(call.arg(3, "stride", 1), kernel), _each(call.arg(4, "padding", 0), kernel)
+    alone = [found == (1, 1, 0) for found in zip(kernel, steps, padding, strict=True)]
+    return [f"x{i}" if a else "." for i, a in enumerate(alone)]
+
+
+def _each(given: int | Sequence[int], kernel: Sequence[Size]) -> list[int]:
+    """Return an argument of a convolution for each spatial dim."""
+    found = [given] if isinstance(given, int) else list(given)
+    return found * len(kernel) if len(found) == 1 else found
 
 
 def conv_groups(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:

@@ -49,6 +49,10 @@ class Strategy:
         return sympy.Rational(1, self.ranks)
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         text = f"{', '.join(map(str, self.needs))} -> {', '.join(map(str, self.gives))}"
         return f"{text} [{self.implementation}]" if self.implementation else text
 

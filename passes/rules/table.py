@@ -383,11 +383,12 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
     ops.in_training: POINTWISE,
     ops.integers: DRAW,
+    ops.marked_rows: Rule("b ., b . -> b ."),
     ops.normal: DRAW,
-    ops.place_rows: Rule("b . h, b ., b . h -> b . h", first_and_third),
     ops.sum_by_index: Rule("... n, ... n -> ... .", first),
     ops.sum_over_batch: Rule("... -> ...", first),
     ops.sum_over_dp: Rule("... -> ...", first),
+    ops.take_rows: Rule("b . h, b s -> b s h", first),
     ops.uniform: DRAW,
     ops.valid_count: Rule(n.counted),
 }

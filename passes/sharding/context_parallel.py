@@ -272,7 +272,17 @@ def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
 
 
 def _reduces_tokens(call: OpCall) -> bool:
-    """Return whether an op picks or sums tokens: its results have fewer elements than an operand with tokens."""
+    """Return whether an op picks or sums tokens.
+
+    Its results count no tokens, as those of attention over tokens by queries of another length, or they have fewer
+    elements than an operand with tokens.
+    """
+    if not any(_counts_tokens(t) for t in call.outputs):
+        return any(map(_counts_tokens, call.operands))
     out = sum((sympy.sympify(numel(t.shape)) for t in call.outputs), sympy.Integer(0))
     lost = [out - numel(t.shape) for t in call.operands if SEQUENCE in t.shape]
     return any(sympy.expand(n.subs(SEQUENCE, SEQUENCE + 1)).is_negative for n in lost)  # for two tokens or more
+
+
+def _counts_tokens(tensor: TensorInfo) -> bool:
+    return any(SEQUENCE in sympy.sympify(size).free_symbols for size in tensor.shape)

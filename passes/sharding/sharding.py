@@ -81,10 +81,15 @@ def output_names(node: fx.Node) -> tuple[str, ...]:
     return (node.name,)
 
 
-def expand_kind(segment: Segment, ranks: int, sizes: Sizes) -> dict[int, list[Strategy]]:
-    """Return every legal strategy of every op of a segment, in a fixed order."""
+def expand_kind(
+    segment: Segment, ranks: int, sizes: Sizes, offered: Mapping[tuple[str, int], frozenset[int]] | None = None
+) -> dict[int, list[Strategy]]:
+    """Return every legal strategy of every op of a segment, in a fixed order.
+
+    `offered`: its `group_offers`, where they are known: they depend on neither ranks nor sizes.
+    """
     wired = {i: wire(n) for i, n in ops_of(segment)}
-    offered = propagate_groups(list(wired.values()))
+    offered = propagate_groups(list(wired.values())) if offered is None else offered
     return {i: expand(w.op, ranks, sizes, groups_of(w, offered)) for i, w in wired.items()}
 
 

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -89,13 +90,14 @@ def without_caches(model: nn.Module) -> nn.Module:
 def _sharing_entries(model: nn.Module) -> Iterator[str]:
     """Yield the paths of modules that have the number of another one, by which the cache of both knows them.
 
-    Beside gradient checkpointing, transformers makes no cache.
+    Beside gradient checkpointing, transformers makes no cache. A module that is called with a number (Zamba's shared
+    blocks) does not use its own.
     """
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return
     found: dict[tuple[str, int], list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        number = getattr(module, "layer_idx", None)
+        number = None if "layer_idx" in signature(module.forward).parameters else getattr(module, "layer_idx", None)
         if isinstance(number, int) and getattr(getattr(module, "config", None), "use_cache", None) is True:
             found.setdefault((re.sub(r"\d+", "", path), number), []).append(path)
     yield from (f"{', '.join(paths)}: layer_idx {n}" for (_, n), paths in found.items() if len(paths) > 1)

@@ -14,18 +14,20 @@ from autoptd.errors import CheckpointError
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.testing.process_pool import ProcessPool
 from tests.checkpoint.saved import Made, batch, made, session_of, trainer_of
-from tests.runtime.optimizers.whole_optimizers import Orthogonal
+from tests.runtime.optimizers.whole_optimizers import Coded, FewBits, Orthogonal
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "muon": ("muon", {"lr": 0.02, "adamw": {"lr": 1e-2, "eps": 1e-5}}),
     "adafactor": ("adafactor", {"lr": 0.02}),
     "orthogonal": (Orthogonal, {"lr": 0.02}),
+    "few bits": (FewBits, {"lr": 0.02}),
 }
 READ = [
     ("muon", "all three", "dp 8"),
     ("adafactor", "dp 8, ZeRO 2 in fours", "all three, ZeRO 3, V"),
     ("orthogonal", "all three, ZeRO 3, V", "cut sequences"),
     ("orthogonal", "tp 4", "pp 2, uneven, ZeRO 0"),
+    ("few bits", "all three", "dp 8, ZeRO 2 in fours"),
 ]
 
 
@@ -75,3 +77,32 @@ def test_other_states_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state 'box' of 0.weight is a list") as caught:
         parallel.save(tmp_path)
     assert caught.value.fix
+
+
+class OfOneScale(FewBits):
+    """Keeps no scale per row."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            if isinstance(state["momentum"], Coded):
+                state["momentum"].scale = state["momentum"].scale[:1]
+
+
+def with_bits(optimizer: Any) -> autoptd.Parallel:
+    torch.manual_seed(0)
+    asked: dict[str, Any] = {"world": 1, "inputs": {"input": torch.zeros(2, 8)}, "loss": lambda out: out.square().sum()}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return autoptd.parallelize(model, **asked, batch=2, precision="fp32", optimizer=optimizer)
+
+
+def test_states_in_parts_of_other_shapes_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    parallel, other = with_bits(FewBits), with_bits(type("FewBits", (OfOneScale,), {}))
+    for each in (parallel, other):
+        each.train_step({"input": torch.ones(2, 8)})
+    before = other.state_dict()
+    parallel.save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"0.weight: momentum-codes \[8, 8\], momentum-scale \[8, 1\] in it"):
+        other.load(tmp_path)
+    assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
+    other.train_step({"input": torch.ones(2, 8)})

@@ -57,9 +57,24 @@ def layers(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(m.head(made).mT, labels) + spread + rows.log_softmax(-1).mean((0, 1)) + size
 
 
+def attention(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """An attention of rows that the mask leaves out must not see nothing: its gradient would be no number."""
+    some, made = ids > 3, h.clone()
+    rows = m.layer(h[some]).view(-1, 2, WIDTH // 2)
+    scores = (rows @ rows.mT).masked_fill(~some[some].view(-1, 1, 1), -torch.inf)
+    made[some] = (scores.softmax(-1) @ rows).view(-1, WIDTH)
+    return F.cross_entropy(m.head(made).mT, labels)
+
+
+def ends(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    rows = m.layer(h[ids == ids.amax(1, keepdim=True)])
+    return F.cross_entropy(m.head(rows.view(len(ids), -1, WIDTH)[:, -1, :]), labels[:, -1].relu())
+
+
 def batch() -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
-    ids, labels = (torch.randint(0, WORDS, (6, TOKENS), generator=rng) for _ in range(2))
+    ids, labels = (torch.randint(0, WORDS - 1, (6, TOKENS), generator=rng) for _ in range(2))
+    ids[range(6), [1, 5, 2, 0, 4, 3]] = WORDS - 1
     labels[:, :2] = -100
     labels[1:3] = -100  # a whole microbatch without labels
     return {"ids": ids, "labels": labels}
@@ -72,9 +87,17 @@ def off_by(body: Body, **fix: int) -> float:
 
 
 @pytest.mark.parametrize("fix", [{"dp": 2, "tp": 2, "micro": 1}, {"pp": 2, "tp": 2, "micro": 2}], ids=str)
-@pytest.mark.parametrize("body", [losses, layers])
+@pytest.mark.parametrize("body", [losses, layers, attention, ends])
 def test_selected_rows_are_as_on_one_process(body: Body, fix: dict[str, int]) -> None:
     assert off_by(body, **fix) <= TOLERANCE
+
+
+def test_a_sample_with_two_rows_where_each_has_one_is_refused() -> None:
+    """One process would take a row of another sample where the numbers of rows differ."""
+    data = batch()
+    data["ids"][0, :2] = data["ids"].max()
+    with pytest.raises(RuntimeFault, match="selects another number of rows"):
+        step_off_by(Tagger(ends).double(), data, dp=2, tp=2, micro=1)
 
 
 REFUSED: list[tuple[str, Body]] = [

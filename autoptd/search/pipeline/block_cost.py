@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 
-from autoptd.passes.blocks import find_blocks
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.recompute_options import RecomputeOption, RecomputeOptions, undominated
 from autoptd.search.pipeline.stage_parameters import block_peak
@@ -26,7 +25,7 @@ class BlockCosts:
     def __init__(self, chunks: ChunkCosts) -> None:
         self.chunks, self.folded, self.method = chunks, chunks.folded, chunks.method
         self._wanted = chunks.candidate.recompute
-        self._blocks = list(find_blocks(self.folded))
+        self._blocks = chunks.tensors.workbook.facts.blocks
         self._at = [at for at, block in enumerate(self._blocks) for _ in range(block.length)]  # by segment
         self._options: dict[tuple[str, ...], RecomputeOptions] = {}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -130,10 +131,12 @@ def _by_seconds(groups: Sequence[Group], alive: Alive, fits: Callable[[int, int]
         pairs = zip(each, alive.rows, strict=True)
         each = [np.add.outer(before, row[where[0][0]] / alive.parts * mine).ravel() for before, row in pairs]
     kept, shape = np.maximum.reduce(each), [len(table) for table in tables]
-    for index in np.lexsort((kept, seconds)):
-        if fits(int(kept[index]), 0):
-            at = np.unravel_index(index, shape)
-            yield tuple(tuple(map(int, table[i])) for table, i in zip(tables, at, strict=True))
+    sizes = np.unique(kept)
+    fitting = bisect_left(sizes, True, key=lambda size: not fits(int(size), 0))
+    possible = np.flatnonzero(kept <= sizes[fitting - 1]) if fitting else np.array([], dtype=int)
+    for index in possible[np.lexsort((kept[possible], seconds[possible]))]:
+        at = np.unravel_index(index, shape)
+        yield tuple(tuple(map(int, table[i])) for table, i in zip(tables, at, strict=True))
 
 
 @lru_cache(maxsize=512)

@@ -16,6 +16,7 @@ from torch import fx
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, B, Broadcast, O, Placement, Split, parse_placement
+from autoptd.layout.placements import kind as kind_of
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, operands
 from autoptd.passes.opcall import TensorInfo
@@ -100,10 +101,14 @@ class SplitNumbers(Prices):
         conversions = {}
         for tensor, targets in wanted.items():
             meta, times, in_prelude = infos_by_tensor[tensor]
+            seconds = {kinds: times * sum(passes) for kinds, passes in self.conversions_of(meta).items()}
             for source in given.get(tensor, ()):
                 for target in targets:
                     if source != target and self._convertible(meta, source, target, in_prelude):
-                        conversions[tensor, source, target] = times * sum(self.conversion_seconds(meta, source, target))
+                        is_free = target == O
+                        conversions[tensor, source, target] = (
+                            0.0 if is_free else seconds[kind_of(source), kind_of(target)]
+                        )
         return SplitProblem(
             nodes=tuple(nodes),
             conversion_s=conversions,

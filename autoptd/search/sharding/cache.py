@@ -102,7 +102,12 @@ class ShardingCache:
         if key not in self._legal:
             sizes = Sizes({BATCH: 1, **dict(values)}, BATCH)
             self._legal[key] = legal_strategies(
-                self.folded, tp, sizes, sequence_parallel=sequence_parallel, experts=experts
+                self.folded,
+                tp,
+                sizes,
+                sequence_parallel=sequence_parallel,
+                experts=experts,
+                offers=self.facts.offers,
             )
         return self._legal[key]
 

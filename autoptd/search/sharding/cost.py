@@ -11,7 +11,8 @@ from torch import fx
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, memory_s, op_s
-from autoptd.layout.placements import B, O, Placement, conversion
+from autoptd.layout.placements import CONVERSIONS, B, Conversion, O, Placement
+from autoptd.layout.placements import kind as kind_of
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.analysis.dataflow import divides, is_quadratic
 from autoptd.passes.analysis.flops import GROUPED
@@ -55,7 +56,7 @@ class Prices:
         self._nbytes: dict[TensorInfo, int] = like._nbytes if like else {}
         self._kernels: dict[tuple[fx.Node, str], Kernels] = like._kernels if like else {}
         self._op_s: dict[tuple[fx.Node, str], Passes] = like._op_s if like else {}
-        self._conversion_s: dict[tuple[TensorInfo, Placement, Placement], Passes] = like._conversion_s if like else {}
+        self._conversion_s: dict[TensorInfo, Mapping[tuple[str, str], Passes]] = like._conversion_s if like else {}
 
     # ---- sizes ----
 
@@ -227,13 +228,17 @@ class Prices:
 
     def conversion_seconds(self, tensor: TensorInfo, source: Placement, target: Placement) -> Passes:
         """Return seconds (forward, backward) of one conversion."""
-        key = tensor, source, target
-        if key not in self._conversion_s:
-            self._conversion_s[key] = self._price_conversion(*key)
-        return self._conversion_s[key]
+        if source == target or target == O:
+            return 0.0, 0.0
+        return self.conversions_of(tensor)[kind_of(source), kind_of(target)]
 
-    def _price_conversion(self, tensor: TensorInfo, source: Placement, target: Placement) -> Passes:
-        row = conversion(source, target)
+    def conversions_of(self, tensor: TensorInfo) -> Mapping[tuple[str, str], Passes]:
+        """Return seconds (forward, backward) of a tensor's conversions between different placements, by their kinds."""
+        if tensor not in self._conversion_s:
+            self._conversion_s[tensor] = {k: self._price_conversion(tensor, row) for k, row in CONVERSIONS.items()}
+        return self._conversion_s[tensor]
+
+    def _price_conversion(self, tensor: TensorInfo, row: Conversion) -> Passes:
         if not row.function:
             return 0.0, 0.0
         whole = self.nbytes(tensor)

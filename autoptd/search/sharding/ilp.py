@@ -26,9 +26,11 @@ q -> p takes c[t,q,p] seconds, once, however many nodes want p.
     (7)  x[a,k] = x[b,k]  for every label k                        tied nodes take choices of one label
 
 (3) and (4) say what z[t,q,p] >= X[t,q] + y[t,p] - 1 says for whole x, and more for fractions. (5) is the transport form
-of one edge (the local marginal polytope); it is written for nodes that want t exactly once whatever they choose. Given
-whole x, all other variables take whole values. Ties between equally good solutions go to earlier choices, by cost
-differences that add up to at most 1e-9 of the cost.
+of one edge (the local marginal polytope); it is written for nodes that want t exactly once whatever they choose. Where
+such a node is the only one that wants t, f itself pays c[t,q,p]: (5) then implies (2) to (4), which are left out with y
+and z. Without them, the relaxation of a model of state-space layers has half the rows and is solved in a third of the
+time. Given whole x, all other variables take whole values. Ties between equally good solutions go to earlier choices,
+by cost differences that add up to at most 1e-9 of the cost.
 
 Constraints depend on the `Structure` of a problem alone: which choices there are, and which conversions cost the same.
 The search solves many problems of few structures, so that `SplitPrograms` states each structure once; costs are set for
@@ -38,7 +40,7 @@ every problem (`SplitProgram.costs`).
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -109,19 +111,25 @@ def _supplies(problem: SplitProblem) -> list[tuple[Pair, tuple[Supply, ...]]]:
                 wanted[tensor][placement] = None
             for tensor, placement in choice.gives:
                 given[tensor][placement] = None
-    found = []
+    found, conversion_s = [], problem.conversion_s
     for tensor, targets in wanted.items():
         for target in sorted(targets, key=str):
             prices: dict[float, list[Placement]] = defaultdict(list)
             for source in given[tensor]:
-                prices[problem.conversion(tensor, source, target)].append(source)
+                if source == target:
+                    prices[0.0].append(source)
+                elif (edge := (tensor, source, target)) in conversion_s:
+                    prices[conversion_s[edge]].append(source)
             supplies = (Supply(tuple(sources), c == 0) for c, sources in prices.items() if c < math.inf)
             found.append(((tensor, target), tuple(supplies)))
     return found
 
 
 class SplitProgram:
-    """The program of one structure: x, z (by tensor, first source of that price, target) and s of the docstring."""
+    """The program of one structure: x, z (by tensor, first source of that price, target) and s of the docstring.
+
+    `z` also has the f of a tensor's only consumer, by tensor, source and target, where they are not free.
+    """
 
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
@@ -143,7 +151,7 @@ class SplitProgram:
         for node, costs in zip(problem.nodes, own, strict=True):
             for place, (choice, cost) in enumerate(zip(node.choices, costs, strict=True)):
                 found[self.x[node.name, choice.label]] = cost + step * place / len(costs)
-        found.update({z: problem.conversion(*edge) for edge, z in self.z.items()})
+        found.update({z: problem.conversion_s[edge] for edge, z in self.z.items()})
         found.update({s: price * problem.saved_bytes[pair] for pair, s in self.s.items()})
         return found
 
@@ -156,16 +164,16 @@ class SplitProgram:
 
 
 class SplitPrograms:
-    """Programs by structure, the least recently used dropped first."""
+    """Programs, the most recently used last. They are few and large: to compare structures is quicker than hashing."""
 
     def __init__(self) -> None:
-        self._stated: OrderedDict[Structure, SplitProgram] = OrderedDict()
+        self._stated: list[SplitProgram] = []
 
     def of(self, structure: Structure) -> SplitProgram:
-        program = self._stated.pop(structure, None) or SplitProgram(structure)
-        self._stated[program.structure] = program
-        if len(self._stated) > _KEPT:
-            self._stated.popitem(last=False)
+        found = next((program for program in reversed(self._stated) if program.structure == structure), None)
+        program = found or SplitProgram(structure)
+        others = (other for other in self._stated if other is not program)
+        self._stated = [*others, program][-_KEPT:]
         return program
 
 
@@ -250,7 +258,10 @@ def _add_tensor(
     once: Sequence[str],
     supplies: Mapping[Placement, tuple[Supply, ...]],
 ) -> None:
-    """Constraints (2) to (5) of one tensor."""
+    """Constraints (2) to (5) of one tensor, or (5) alone for its only consumer."""
+    if len(wants) == len(once) == 1:
+        _add_flows(model, given, wants[once[0]], _single_flows(model, tensor, supplies))
+        return
     paid: dict[tuple[Placement, Placement], int | None] = {}  # (q, p) -> what f[n,t,q,p] may not exceed
     for target, ways in supplies.items():
         _add_target(model, tensor, target, given, [own[target] for own in wants.values() if target in own], ways, paid)
@@ -287,30 +298,49 @@ def _add_target(
     program.demand(3, _less(met, wanted), 0)
 
 
+def _single_flows(
+    model: SplitProgram, tensor: str, supplies: Mapping[Placement, tuple[Supply, ...]]
+) -> dict[tuple[Placement, Placement], int]:
+    """Add and return f[n,t,q,p] of the only consumer of a tensor, which pay for its conversions."""
+    flows = {}
+    for target, ways in supplies.items():
+        for sources, free in ways:
+            for source in sources:
+                flows[source, target] = model.program.variable()
+                if not free:
+                    model.z[tensor, source, target] = flows[source, target]
+    return flows
+
+
 def _add_transport(
     model: SplitProgram,
     given: Sums,
     wants: Sums,
     paid: Mapping[tuple[Placement, Placement], int | None],
 ) -> None:
-    """(5) for one consumer."""
-    program = model.program
+    """(5) for one consumer of several."""
     bought: dict[int, list[int]] = defaultdict(list)
+    flows = {(source, target): model.program.variable() for source, target in paid if target in wants}
+    for edge, flow in flows.items():
+        z = paid[edge]
+        if z is not None:
+            bought[z].append(flow)
+    for z, own in bought.items():
+        model.program.demand(5, _less([z], own), 0)
+    _add_flows(model, given, wants, flows)
+
+
+def _add_flows(model: SplitProgram, given: Sums, wants: Sums, flows: Mapping[tuple[Placement, Placement], int]) -> None:
+    """The sums of (5) for one consumer."""
     taken: dict[Placement, list[int]] = {target: [] for target in wants}
     sent: dict[Placement, list[int]] = {source: [] for source in given}
-    for (source, target), z in paid.items():
-        if target in wants:
-            flow = program.variable()
-            taken[target].append(flow)
-            sent[source].append(flow)
-            if z is not None:
-                bought[z].append(flow)
-    for z, flows in bought.items():
-        program.demand(5, _less([z], flows), 0)
+    for (source, target), flow in flows.items():
+        taken[target].append(flow)
+        sent[source].append(flow)
     for target, want in wants.items():
-        program.demand(5, _less(taken[target], want), 0, 0)
+        model.program.demand(5, _less(taken[target], want), 0, 0)
     for source, available in given.items():
-        program.demand(5, _less(sent[source], available), 0, 0)
+        model.program.demand(5, _less(sent[source], available), 0, 0)
 
 
 def _add_saved(model: SplitProgram) -> None:

@@ -21,6 +21,7 @@ from autoptd.passes.analysis.flops import LOOKUPS, PRODUCTS, Work, work
 from autoptd.passes.analysis.fusion import MemoryTraffic, traffic
 from autoptd.passes.analysis.liveness import Walk, walk_flow
 from autoptd.passes.analysis.saved_tensors import SavedForBackward, saved_tensors
+from autoptd.passes.blocks import LayerBlock, find_blocks
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.opcall import OpCall
 from autoptd.passes.rules.factor_notation import Loops
@@ -150,6 +151,11 @@ class GraphFacts:
     def places(self) -> Mapping[fx.Node, str]:
         """The ops on rows of experts, and behind them: see `OpWork.place`."""
         return places_of(self.folded)
+
+    @cached_property
+    def blocks(self) -> Sequence[LayerBlock]:
+        """The blocks of the model, in order."""
+        return tuple(find_blocks(self.folded))
 
     @cached_property
     def has_attention(self) -> bool:

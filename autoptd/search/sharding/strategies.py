@@ -38,16 +38,23 @@ def experts_on_tp(tp: int, ep: int, etp: int, counts: Iterable[int]) -> ExpertsO
 
 
 def legal_strategies(
-    folded: Folded, ranks: int, sizes: Sizes, *, sequence_parallel: bool = True, experts: ExpertsOnTp = "any"
+    folded: Folded,
+    ranks: int,
+    sizes: Sizes,
+    *,
+    sequence_parallel: bool = True,
+    experts: ExpertsOnTp = "any",
+    offers: Mapping[str, Mapping[tuple[str, int], frozenset[int]]] | None = None,
 ) -> dict[str, dict[int, list[Strategy]]]:
     """Return the strategies that the search may choose from, per kind and op.
 
-    `experts`: how tp may split experts.
+    `experts`: how tp may split experts; `offers`: the `group_offers` of each kind, where they are known.
 
     fp64 plans serve to compare results with one process to the last digits. Ops that the model runs in lower precision
     (a norm or a loss in float32) then get no strategies with partial values, which would be rounded before the sum.
     """
-    found = {k: expand_kind(s, ranks, sizes) for k, s in folded.representatives.items()}
+    known = offers or {}
+    found = {k: expand_kind(s, ranks, sizes, known.get(k)) for k, s in folded.representatives.items()}
     exact = _is_fp64(folded)
     for kind, segment in folded.representatives.items():
         calls = {i: op_call(node) for i, node in ops_of(segment)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import InputsError, TraceError
+from autoptd.passes.trace.skeleton import without_caches
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 SAMPLES, TOKENS, WORDS = 4, 8, 24
@@ -69,3 +70,16 @@ def test_layers_that_share_an_entry_of_the_cache() -> None:
         autoptd.plan(copied(use_cache=True), inputs=given, world=2, cluster="local")
     assert caught.value.where == "model.layers.0.self_attn, model.layers.1.self_attn: layer_idx 0"
     assert "config.use_cache = False" in caught.value.fix
+
+
+def test_a_shared_block_that_is_told_its_number_has_an_entry_at_each_place() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": WORDS}
+    heads = {"num_attention_heads": 2, "n_mamba_heads": 4, "mamba_d_state": 8, "mamba_ngroups": 1, "num_mem_blocks": 1}
+    kinds = ["linear_attention", "hybrid", "hybrid"]
+    plain = transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**sizes, **heads, layers_block_type=kinds))
+    given = {name: batch()[name] for name in ("input_ids", "labels")}
+    with_cache = plain.train()(**given)
+    without_caches(plain)
+    assert with_cache.past_key_values is not None and plain(**given).past_key_values is None
+    assert torch.equal(with_cache.loss, plain(**given).loss)

@@ -42,6 +42,56 @@ class Orthogonal(Optimizer):
                 p.sub_(orthogonal(momentum) * (group["lr"] / size))
 
 
+class Coded(Tensor):
+    """A tensor [n, m] kept as integers and a scale for each row, as optimizers of few bits keep their states."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Coded:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(func)
+
+    @classmethod
+    def of(cls, x: Tensor) -> Coded:
+        scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+        return cls((x / scale).round().to(torch.int8), scale)
+
+    def read(self) -> Tensor:
+        return self.codes * self.scale
+
+
+class FewBits(Optimizer):
+    """Momentum, of matrices in 8 bits."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                kept = self.state[p].get("momentum", 0)
+                momentum = 0.9 * (kept.read() if isinstance(kept, Coded) else kept) + p.grad
+                self.state[p]["momentum"] = Coded.of(momentum) if p.ndim == 2 else momentum
+                p.sub_(group["lr"] * momentum)
+
+
 class Coupled(Optimizer):
     """Normalises all gradients by their common norm."""
 

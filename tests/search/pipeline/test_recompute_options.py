@@ -201,6 +201,18 @@ def test_blocks_of_models_are_of_that_kind(name: str) -> None:
     assert checked > 4
 
 
+def test_choices_that_do_not_fit_are_not_asked_for_one_by_one() -> None:
+    menu = tuple(RecomputeOption(p, float(i), Peak(90 - i, 90, 90)) for i, p in enumerate(POLICIES))
+    asked = []
+
+    def fits(kept: int, extra: int) -> bool:
+        asked.append(kept)
+        return kept + extra <= 40 * 87 + 5
+
+    found = choose([[menu] * 40], Alive(((1,),)), fits)
+    assert found is not None and found.exact and len(asked) < 30  # of 12,341 choices
+
+
 # ---- planted bugs ----
 
 

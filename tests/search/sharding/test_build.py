@@ -11,13 +11,17 @@ import transformers
 from torch import nn
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.layout.placements import BP, B, O, Split
 from autoptd.passes.fold import Folded, fold
 from autoptd.passes.normalise.normalise import normalise
+from autoptd.passes.opcall import Sizes, TensorInfo
 from autoptd.passes.sharding.sharding import from_text, parameter_splits, to_text
 from autoptd.passes.trace.trace import trace
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.search.sharding.ilp import solve_splits
+from autoptd.search.sharding.op_table import GraphFacts
 from autoptd.search.sharding.problem import evaluate
+from autoptd.search.sharding.strategies import legal_strategies
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 _H100 = Cluster.load("dgx-h100")  # eight GPUs on NVLink
@@ -194,3 +198,24 @@ def test_what_is_paid_is_what_the_segments_cost(llama_split: tuple[Folded, Shard
     by_name = {n.name: {c.label: c for c in n.choices} for n in tensors.problem.nodes}
     sync = sum(by_name[name][label].seconds for name, label in solution.choices.items() if "/parameter:" in name)
     assert answer.seconds == pytest.approx(solution.seconds - sync, rel=1e-9)
+
+
+def test_conversions_cost_what_their_kinds_cost() -> None:
+    graph = folded(gpt2(1), 512)
+    tensors = Tensors(graph, NODE, 4, {BATCH: 1, SEQUENCE: 512}, microbatches=8)
+    tensor = TensorInfo((4, 1024), torch.bfloat16)
+    assert tensors.conversion_seconds(tensor, Split(0), Split(0)) == (0.0, 0.0)
+    assert tensors.conversion_seconds(tensor, B, O) == (0.0, 0.0)
+    moved = tensors.conversion_seconds(tensor, Split(0), Split(1))
+    assert moved == (tensors.collective("all_to_all", 8192),) * 2
+    gathered = tensors.conversion_seconds(tensor, Split(1, 3), BP)
+    assert gathered == tuple(tensors.collective(name, 8192) for name in ("all_gather", "reduce_scatter"))
+    assert tensors.conversion_seconds(TensorInfo((4, 1024), torch.bfloat16, False), Split(0), BP) == (gathered[0], 0.0)
+
+
+def test_offers_are_those_of_the_graph() -> None:
+    graph, sizes = folded(gpt2(1), 512), Sizes({BATCH: 1, SEQUENCE: 512}, BATCH)
+    offers = GraphFacts(graph).offers
+    known = legal_strategies(graph, 4, sizes, offers=offers)
+    assert known == legal_strategies(graph, 4, sizes)
+    assert known != legal_strategies(graph, 4, sizes, offers={kind: {} for kind in offers})

@@ -13,7 +13,7 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, B, P, Placement, Split
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.sharding import ilp as split_program
-from autoptd.search.sharding.ilp import SplitProgram, Sums, solve_splits
+from autoptd.search.sharding.ilp import SplitProgram, SplitPrograms, Sums, solve_splits, structure_of
 from autoptd.search.sharding.problem import Choice, Node, SplitProblem, SplitSolution
 from tests.search.llama_block import block
 from tests.search.sharding.random_splits import brute_force, price, random_problem
@@ -59,6 +59,32 @@ def test_a_shared_conversion_is_paid_once() -> None:
     assert found.conversions == (("x", S1, BP),)
     assert found.wanted == {"x": (BP,)}
     assert found.seconds == 4.0
+
+
+def test_an_only_reader_needs_one_variable_for_each_conversion() -> None:
+    # 2 + 3 choices and 6 flows. A second reader: 3 choices, 6 flows, 3 y, and a z for each of the 6 conversions, which
+    # all have different prices.
+    prices = {("x", q, p): 1.0 + i for i, (q, p) in enumerate((q, p) for q in (B, S1) for p in (P, BP, S2))}
+    nodes = (given("x", B, S1), *(reader(name, "x", P, BP, S2) for name in "yz"))
+
+    def size(*those: Node) -> tuple[int, set[int]]:
+        program = SplitProgram(structure_of(SplitProblem(those, prices))).program
+        return len(program.whole), {row.number for row in program.rows}
+
+    assert size(*nodes[:2]) == (2 + 3 + 6, {1, 5})
+    assert size(*nodes) == (2 + 3 + 3 + 6 + 6 + 3 + 6, {1, 2, 3, 4, 5})
+
+
+def test_problems_of_one_structure_share_a_program() -> None:
+    programs, nodes = SplitPrograms(), (given("x", B, S1), reader("y", "x", P))
+    for tried in range(2):
+        price = {("x", B, P): 1.0 + tried, ("x", S1, P): 2.0 + tried}
+        assert solve_splits(SplitProblem(nodes, price), programs=programs).choices["x"] == "B"
+    one = programs.of(structure_of(SplitProblem(nodes, price)))
+    assert len(programs._stated) == 1 and one is programs._stated[0]
+    others = [SplitProblem((given(f"x{i}", B),)) for i in range(20)]
+    assert len({id(programs.of(structure_of(other))) for other in others}) == 20
+    assert len(programs._stated) == 16 and one not in programs._stated
 
 
 def test_a_tensor_is_kept_once() -> None:
