@@ -119,6 +119,15 @@ _SIZED = {
     *("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "empty", "new_empty"),
     *("expand", "broadcast_to", "repeat", "tile", "view", "reshape", "unflatten"),
 }
+# functions that do the same at any size: no number that they are given is compared with one, as `tril`'s diagonal is
+_ANY_SIZE = _SIZED | {
+    *("ones_like", "zeros_like", "full_like", "empty_like", "arange", "tensor", "scalar_tensor"),
+    *("gt", "ge", "lt", "le", "eq", "ne", "add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "neg", "abs"),
+    *("and", "or", "xor", "invert", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_not"),
+    *("to", "bool", "int", "long", "float", "double", "half", "type", "type_as", "where", "masked_fill"),
+    *("unsqueeze", "squeeze", "permute", "transpose", "flatten", "t", "contiguous", "clone", "detach"),
+    *("any", "all", "amax", "amin", "max", "min", "item", "tolist"),
+}
 # the sizes at which constants are computed: of samples, and of further symbols, small or times the example's
 _OF_SAMPLES = (1, 2, 5)
 _OF_OTHERS = ((2, 3, 7), (3, 5, 2), (5, 7, 11), (7, 2, 5))
@@ -128,6 +137,8 @@ _MOVES = {"__getitem__", "view", "reshape", "expand", "unsqueeze", "clone", "con
 def same_at_every_size(recipe: Recipe) -> Any:
     """Return what a recipe makes if that is the same at every size; else None."""
     calls = list(_calls(recipe))
+    if not all(map(_has_no_threshold, calls)):
+        return None
     sizes = {x.node.expr: x for call in calls for x in call.given() if isinstance(x, SymInt)}
     if any(call.of_inputs for call in calls) or not all(map(_is_sized, calls)):
         return None
@@ -199,6 +210,16 @@ def _calls(recipe: Recipe) -> list[Recipe]:
 def takes_sizes(func: Callable[..., Any]) -> bool:
     """Return whether the integers that a function is given are sizes of its result."""
     return getattr(func, "__name__", "") in _SIZED
+
+
+def _has_no_threshold(call: Recipe) -> bool:
+    """Return whether a call does the same at any size; indices are ends, all of a dim, or constants."""
+    name = getattr(call.func, "__name__", "").strip("_")
+    if name != "getitem" or len(call.args) != 2:
+        return name in _ANY_SIZE
+    index = call.args[1]
+    given = index if isinstance(index, tuple) else (index,)
+    return all(x in (0, -1, None, ..., slice(None)) or isinstance(x, Recipe) for x in given)
 
 
 def _is_sized(call: Recipe) -> bool:

@@ -55,7 +55,21 @@ def data(x: Tensor) -> float:
     return 2.0 if x.sum() > 0 else 3.0
 
 
-@pytest.mark.parametrize("read", [causal, item, set_item])
+def any_size(x: Tensor) -> float:
+    mask = torch.ones(x.shape[:2], dtype=torch.long)
+    return 3.0 if ((mask[:, None, None, :] - 1) > 0).flatten().any().item() else 2.0
+
+
+def window(x: Tensor) -> float:
+    """Read what is the same at small sizes, and another at large ones."""
+    return 2.0 if torch.ones(x.size(1), x.size(1)).tril(9).triu(-9).all() else 3.0
+
+
+def first(x: Tensor) -> float:
+    return torch.ones(x.size(1))[:9].sum().item() / 3
+
+
+@pytest.mark.parametrize("read", [causal, item, set_item, any_size, window, first])
 def test_a_number_of_a_constant_is_computed(read: Read) -> None:
     traced = trace(Model(read), {"x": torch.ones(2, 6, 4)})
     assert 2.0 in {a for n in traced.graph.graph.nodes for a in n.args}
@@ -64,6 +78,30 @@ def test_a_number_of_a_constant_is_computed(read: Read) -> None:
 def test_sizes_that_a_constant_depends_on_become_numbers() -> None:
     assert [str(s) for s in trace(Model(causal), {"x": torch.ones(2, 6, 4)}).sizes] == ["b"]
     assert [str(s) for s in trace(Model(item), {"x": torch.ones(2, 6, 4)}).sizes] == ["b", "s"]
+    assert [str(s) for s in trace(Model(any_size), {"x": torch.ones(2, 6, 4)}).sizes] == ["b", "s"]
+
+
+@pytest.mark.parametrize("read", [window, first])
+def test_what_is_another_at_large_sizes_makes_sizes_numbers(read: Read) -> None:
+    for tokens in (6, 12):
+        traced = trace(Model(read), {"x": torch.ones(2, tokens, 4)})
+        assert [str(s) for s in traced.sizes] == ["b"]
+        assert read(torch.ones(2, tokens, 4)) in {a for n in traced.graph.graph.nodes for a in n.args}
+
+
+@pytest.mark.parametrize("tokens", [8, 12])
+def test_numbers_of_sizes_are_sizes(tokens: int) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            half = x.new_ones(x.size(0), torch.div(x.size(1), 2, rounding_mode="trunc"), 4)
+            return self.linear(torch.cat([x, half], 1)).square().mean()
+
+    traced = trace(Halves(), {"x": torch.ones(2, tokens, 4)})
+    assert [str(s) for s in traced.sizes] == ["b", "s"]
 
 
 @pytest.mark.parametrize("read", [drawn, written, data])
