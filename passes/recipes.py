@@ -7,15 +7,16 @@ A number read from a constant is one of three:
     of the example all else: the sizes that it depends on become numbers
 
 A number is the same at every size if the constants that it is made of are: computed at three sizes, each is uniform
-along the dims whose size changes, and equal otherwise. Their ops are given sizes of new tensors as symbols, and no
-other number: nothing else could make a difference at a fourth.
+along the dims whose size changes, and equal otherwise. Only ops that have no threshold may make them (`_ANY_SIZE`), and
+of symbols they are given sizes of new tensors alone: nothing then makes a difference at a fourth size. The diagonal of
+`tril` or the end of a slice would: what they make is computed at the example's sizes.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,7 +161,7 @@ def same_at_every_size(recipe: Recipe) -> Any:
 
 def _is_same(calls: Sequence[Recipe], made: Sequence[Mapping[Recipe, Any]]) -> bool:
     """Return whether the last of some calls makes the same at every size. made: their results at some sizes."""
-    least: dict[Recipe, float] = {}  # call that makes another constant at each size -> what none of its numbers is below
+    least: dict[Recipe, float] = {}  # call that makes another constant at each size -> none of its numbers is below
     for call in calls:
         values = [found[call] for found in made]
         if least.keys().isdisjoint(call.parts()):

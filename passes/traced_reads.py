@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # private; seen
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.passes.data_checks import passing
-from autoptd.passes.known.covariance import COVARIANCES
 from autoptd.passes.fake_numbers import numbers_read_as
+from autoptd.passes.known.covariance import COVARIANCES
 from autoptd.passes.recipes import Recipe, each_leaf, leaves, same_at_every_size, size_of, takes_sizes
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -172,8 +172,8 @@ class TracedReads(TorchFunctionMode):
 
     def forget(self, written: Tensor) -> None:
         """Forget how a tensor was made, and all that share memory with it."""
-        memory = written.untyped_storage()._cdata
-        for x in [x for x in self.recipes if x.untyped_storage()._cdata == memory]:
+        memory = _memory(written)
+        for x in [x for x in self.recipes if _memory(x) == memory]:
             del self.recipes[x]
 
 
@@ -189,3 +189,10 @@ def eager() -> Iterator[None]:
     """Compute with real tensors within a trace."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+def _memory(x: Tensor) -> int:
+    """Return what identifies the memory of a tensor, also within `torch.vmap` (private to torch; seen in 2.13.0)."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.untyped_storage()._cdata

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -32,7 +33,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _Strides:
     """A dim of the result: its position, its size, and how far a step leads along a dim of the tensor."""
 
     at: int
@@ -46,7 +47,7 @@ class _Along:
 
     size: Size
     start: Size
-    dims: tuple[_Steps, ...]
+    dims: tuple[_Strides, ...]
 
     def fits(self) -> bool:
         """Return whether every index of the result's dims stays within this one."""
@@ -56,7 +57,7 @@ class _Along:
     def joined(self, inner: _Along) -> _Along:
         """Return this dim and the next inner one as one."""
         times = inner.size
-        dims = tuple(_Steps(d.at, d.size, d.step * times) for d in self.dims)
+        dims = tuple(_Strides(d.at, d.size, d.step * times) for d in self.dims)
         return _Along(self.size * times, self.start * times + inner.start, (*dims, *inner.dims))
 
 
@@ -76,8 +77,9 @@ def write_strided_views(graph: fx.Graph, traced: Traced) -> None:
 
 
 def _written(graph: fx.Graph, node: fx.Node, traced: Traced) -> fx.Node | None:
-    source, sizes, strides, *rest = (*node.args, *node.kwargs.values())
-    given = source.meta.get("val")  # type: ignore[union-attr]
+    args: Any = (*node.args, *node.kwargs.values())
+    source, sizes, strides, *rest = args
+    given = source.meta.get("val")
     if not isinstance(source, fx.Node) or not isinstance(given, torch.Tensor) or given.ndim != info(source).ndim:
         return None
     own = [in_our_symbols(x, traced, node) for x in given.stride()]
@@ -87,7 +89,7 @@ def _written(graph: fx.Graph, node: fx.Node, traced: Traced) -> fx.Node | None:
     if order is None:
         return None
     shape = [info(source).shape[d] for d in order]
-    wanted = [_Steps(i, n, step) for i, (n, step) in enumerate(zip(sizes, strides, strict=True))]
+    wanted = [_Strides(i, n, step) for i, (n, step) in enumerate(zip(sizes, strides, strict=True))]
     alongs = _divided(shape, [d for d in wanted if d.size != 1 and d.step != 0], start)
     if alongs is None:
         return None
@@ -107,7 +109,7 @@ def _order(given: torch.Tensor, strides: Sequence[Size], shape: Sequence[Size]) 
     return order
 
 
-def _divided(shape: Sequence[Size], dims: Sequence[_Steps], start: Size) -> list[_Along] | None:
+def _divided(shape: Sequence[Size], dims: Sequence[_Strides], start: Size) -> list[_Along] | None:
     """Return the dims of a tensor without gaps, some of them joined, with the result's dims along each."""
     found: list[_Along] = []
     left = list(dims)
@@ -115,7 +117,7 @@ def _divided(shape: Sequence[Size], dims: Sequence[_Steps], start: Size) -> list
         stride = numel(shape[i + 1 :])
         mine = [d for d in left if quotient(d.step, stride) is not None]
         left = [d for d in left if d not in mine]
-        steps = tuple(_Steps(d.at, d.size, quotient(d.step, stride)) for d in mine)  # type: ignore[arg-type]
+        steps = tuple(_Strides(d.at, d.size, quotient(d.step, stride)) for d in mine)  # type: ignore[arg-type]
         begun, start = _begun(start, stride)
         found.append(_Along(size, begun, steps))
     i = 0
@@ -166,10 +168,10 @@ class _Writer:
         self.graph, self.like, self.x = graph, like, x
         self.shape = list(info(x).shape)
 
-    def write(self, alongs: Sequence[_Along], wanted: Sequence[_Steps]) -> fx.Node | None:
+    def write(self, alongs: Sequence[_Along], wanted: Sequence[_Strides]) -> fx.Node | None:
         """Return the result, whose dims are `wanted`; None if more than two of them are along one dim."""
         self._op(aten.reshape.default, [along.size for along in alongs], [along.size for along in alongs])
-        made: list[_Steps] = []  # dims so far
+        made: list[_Strides] = []  # dims so far
         for along in alongs:
             if (dims := self._take(len(made), along)) is None:
                 return None
@@ -185,7 +187,7 @@ class _Writer:
             self._op(aten.expand.default, full, full)
         return self.x
 
-    def _take(self, dim: int, along: _Along) -> list[_Steps] | None:
+    def _take(self, dim: int, along: _Along) -> list[_Strides] | None:
         """Write the result's dims along `dim`; return them in their order."""
         dims = _by_step(along.dims)
         if dims is None:
@@ -227,9 +229,9 @@ class _Writer:
         self.shape = list(info(self.x).shape)
 
 
-def _by_step(dims: Sequence[_Steps]) -> list[_Steps] | None:
+def _by_step(dims: Sequence[_Strides]) -> list[_Strides] | None:
     """Return dims from the largest step to the smallest, each a multiple of the next; None if that is not known."""
-    left, found = list(dims), list[_Steps]()
+    left, found = list(dims), list[_Strides]()
     while left:
         most = next((d for d in left if all(quotient(d.step, e.step) is not None for e in left)), None)
         if most is None:
@@ -239,10 +241,10 @@ def _by_step(dims: Sequence[_Steps]) -> list[_Steps] | None:
     return found
 
 
-def _runs(dims: Sequence[_Steps]) -> list[list[_Steps]]:
+def _runs(dims: Sequence[_Strides]) -> list[list[_Strides]]:
     """Return dims in runs, in each of which a step is as long as the whole next dim: together they are one dim."""
     found = [[dims[0]]]
-    for before, after in zip(dims, dims[1:], strict=False):
+    for before, after in pairwise(dims):
         if same(before.step, after.step * after.size):
             found[-1].append(after)
         else:
