@@ -81,7 +81,8 @@ def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring
             where="fix['cp']",
             fix=f"use a length that is a multiple of {chunks}, or another cp",
         )
-    decider = _Decider(ranks, Sizes({SEQUENCE: tokens}, BATCH), attention, tp)
+    sizes = Sizes({**folded.traced.example, SEQUENCE: tokens}, BATCH)  # others never matter: only tokens are split
+    decider = _Decider(ranks, sizes, attention, tp)
     for segment in folded.segments:
         decider.segment(segment)
     return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted)

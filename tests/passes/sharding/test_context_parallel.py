@@ -87,6 +87,44 @@ class WrittenOut(Base):
         return F.cross_entropy(self.head(scores.softmax(-1) @ v).transpose(1, 2), labels)
 
 
+class Span(Base):
+    """The token of each sample that begins an answer: a softmax over its tokens."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        first = labels[:, 0].clamp(0, TOKENS - 1)
+        return F.cross_entropy(self.head(self.vectors(ids))[..., 0], first)
+
+
+class Queries(Base):
+    """Attention of three learnt queries over all tokens."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        q = self.mix(self.places[:, :3]).expand(len(x), -1, -1)
+        read = F.scaled_dot_product_attention(*(y.unflatten(-1, (2, -1)).transpose(1, 2) for y in (q, x, x * x)))
+        return F.cross_entropy(self.head(read.transpose(1, 2).flatten(2).mean(1)), labels[:, 0])
+
+
+class Pointwise(Base):
+    """A linear written as a convolution whose kernel has one element, as in SqueezeBERT."""
+
+    def __init__(self, kernel: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, kernel, padding=kernel // 2, groups=2)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, conv = self.vectors(ids).transpose(1, 2), self.conv
+        x = torch.tanh(F.conv1d(x, conv.weight, conv.bias, padding=conv.padding[0], groups=2))
+        return F.cross_entropy(self.head(x.transpose(1, 2)).transpose(1, 2), labels)
+
+
+class Neighbours(Pointwise):
+    """A convolution that reads three tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
 class Running(Base):
     """A cumulative sum over tokens."""
 
@@ -124,7 +162,10 @@ def traced(model: nn.Module) -> autoptd.TracedModel:
     return autoptd.trace(model.double(), inputs=dict(batch()), precision="fp64")
 
 
-@pytest.mark.parametrize("model", [FirstToken, MeanToken, Shifted, ShiftedTwice, WrittenOut])
+GATHERED = [FirstToken, MeanToken, Shifted, ShiftedTwice, WrittenOut, Span, Queries, Pointwise]
+
+
+@pytest.mark.parametrize("model", GATHERED)
 @pytest.mark.parametrize("mesh", [{"cp": 4}, {"cp": 2, "tp": 2, "pp": 2}], ids=str)
 def test_what_is_gathered_trains_like_one_process(model: type[Base], mesh: dict[str, int]) -> None:
     source = traced(model())
@@ -177,9 +218,19 @@ def test_shifted_logits_are_not_gathered() -> None:
         assert any("cp.all_gather" in text for text in files.values()) is gathers, model
 
 
+@pytest.mark.parametrize(("model", "gathers"), [(Queries, 2), (Pointwise, 0)])
+def test_tokens_are_gathered_only_by_what_sums_them(model: type[Base], gathers: int) -> None:
+    """Keys and values are gathered for queries of another length; a convolution of single tokens needs none."""
+    files = autoptd.parallelize(
+        traced(model()), world=2, cluster="dgx-h100", batch=SAMPLES, precision="fp64", fix={"cp": 2}
+    ).program.files
+    assert sum(text.count("cp.all_gather") for text in files.values()) == gathers
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
+        (Neighbours, "conv1d mixes positions: it needs all tokens of transpose"),
         (Running, "cumsum mixes positions: it needs all tokens of tanh"),
         (Flattened, "softmax mixes positions: it needs all tokens of flatten"),
         (Dropped, "dropout of rows that merge tokens with samples: its mask would depend on cp"),
