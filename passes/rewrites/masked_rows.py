@@ -94,8 +94,7 @@ class MaskedRows:
     def _put(self, node: fx.Node, given: dict[int, _Selected]) -> None:
         """Let the rows of a write be those of its own mask."""
         mask, rows = node.args[1:3]
-        place = given[2].place if given.keys() == {2} else SamplePlace(0, 2)
-        if (place.dim, place.outer) != (0, 1):
+        if given.keys() != {2} or (given[2].place.dim, given[2].place.outer) != (0, 1):
             refuse(node, "moves rows that a mask selects")
         if given[2].mask is mask:
             return

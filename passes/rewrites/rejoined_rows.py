@@ -89,7 +89,7 @@ def _joined(graph: fx.Graph, node: fx.Node, masks: dict[Any, fx.Node]) -> fx.Nod
     """Return what joined parts of selected rows, one for each sample, are of all of them; None if they are no such."""
     args: Any = node.args
     parts: list[fx.Node] = list(args[0])
-    if (*args[1:], 0)[-1 if node.target is JOIN else 0] != 0:
+    if len(args) > 1 and args[-1] != 0:  # the dim is the last argument of both, and 0 if `cat` is given none
         return None
     chain: list[fx.Node] = []
     while all(p.op == "call_function" and op_name(p) in _ROWWISE for p in parts):
