@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import sympy
@@ -125,14 +126,14 @@ _ANY_SIZE = _SIZED | {
     *("ones_like", "zeros_like", "full_like", "empty_like", "arange", "tensor", "scalar_tensor"),
     *("gt", "ge", "lt", "le", "eq", "ne", "add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "neg", "abs"),
     *("and", "or", "xor", "invert", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_not"),
-    *("to", "bool", "int", "long", "float", "double", "half", "type", "type_as", "where", "masked_fill"),
+    *("to", "bool", "int", "long", "float", "double", "half", "type", "type_as", "where", "masked_fill", "clamp"),
     *("unsqueeze", "squeeze", "permute", "transpose", "flatten", "t", "contiguous", "clone", "detach"),
     *("any", "all", "amax", "amin", "max", "min", "item", "tolist"),
 }
 # the sizes at which constants are computed: of samples, and of further symbols, small or times the example's
 _OF_SAMPLES = (1, 2, 5)
 _OF_OTHERS = ((2, 3, 7), (3, 5, 2), (5, 7, 11), (7, 2, 5))
-_MOVES = {"__getitem__", "view", "reshape", "expand", "unsqueeze", "clone", "contiguous", "permute"}
+_MOVES = {"getitem", "view", "reshape", "expand", "unsqueeze", "clone", "contiguous", "permute"}
 
 
 def same_at_every_size(recipe: Recipe) -> Any:
@@ -174,7 +175,7 @@ def _is_same(calls: Sequence[Recipe], made: Sequence[Mapping[Recipe, Any]]) -> b
 
 def _settles(call: Recipe, least: Mapping[Recipe, float], made: Sequence[Mapping[Recipe, Any]]) -> bool:
     """Return whether a call makes the same of constants that are not: it selects of equal numbers, or all or none."""
-    name, x = getattr(call.func, "__name__", "").strip("_"), call.args[0]
+    name, x = _name(call.func), call.args[0]
     if name == "getitem" and isinstance(x, Recipe) and x not in least:
         return all(bool((found[x] == found[x].flatten()[0]).all()) for found in made)
     if not isinstance(x, Recipe) or len(call.args) != 2 or not isinstance(number := call.args[1], (int, float)):
@@ -184,12 +185,12 @@ def _settles(call: Recipe, least: Mapping[Recipe, float], made: Sequence[Mapping
 
 def _least(call: Recipe, least: Mapping[Recipe, float]) -> float:
     """Return what no number that a call makes is below."""
-    name, x = getattr(call.func, "__name__", ""), call.args[0]
+    name, x = _name(call.func), call.args[0]
     if not isinstance(x, Recipe) or x not in least:
         return -math.inf
     if name in _MOVES and all(part is x for part in call.parts()):
         return least[x]
-    if name.strip("_") == "add" and len(call.args) == 2 and isinstance(call.args[1], (int, float)):
+    if name == "add" and len(call.args) == 2 and not call.kwargs and isinstance(call.args[1], (int, float)):
         return least[x] + call.args[1]
     return -math.inf
 
@@ -213,10 +214,15 @@ def takes_sizes(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", "") in _SIZED
 
 
+def _name(func: Callable[..., Any]) -> str:
+    """Return the name of a function without underscores; of a write, that of the method that writes."""
+    return getattr(func.args[0] if isinstance(func, partial) else func, "__name__", "").strip("_")
+
+
 def _has_no_threshold(call: Recipe) -> bool:
     """Return whether a call does the same at any size; indices are ends, all of a dim, or constants."""
-    name = getattr(call.func, "__name__", "").strip("_")
-    if name != "getitem" or len(call.args) != 2:
+    name = _name(call.func)
+    if name not in ("getitem", "setitem") or len(call.args) < 2:
         return name in _ANY_SIZE
     index = call.args[1]
     given = index if isinstance(index, tuple) else (index,)

@@ -47,7 +47,7 @@ from tests.hostile.checkpoints import (
 )
 
 Harm = Callable[[Path, Path], Any]
-LONG_S, LARGE = 1.0, 1 << 30  # processor seconds for a refusal, and bytes of additional memory
+LONG_S, LARGE = 3.0, 1 << 30  # processor seconds for a refusal, and bytes of additional memory
 
 
 @pytest.fixture(scope="module")

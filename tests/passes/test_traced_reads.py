@@ -60,6 +60,16 @@ def any_size(x: Tensor) -> float:
     return 3.0 if ((mask[:, None, None, :] - 1) > 0).flatten().any().item() else 2.0
 
 
+def written_at_any_size(x: Tensor) -> float:
+    mask = torch.ones(x.shape[:2]).clamp(0, 1)
+    mask[mask == 2] = 5
+    return 3.0 if (mask > 1).any() else 2.0
+
+
+def clamped(x: Tensor) -> float:
+    return torch.arange(x.size(1)).clamp(0, 9).max().item() / 3
+
+
 def window(x: Tensor) -> float:
     """Read what is the same at small sizes, and another at large ones."""
     return 2.0 if torch.ones(x.size(1), x.size(1)).tril(9).triu(-9).all() else 3.0
@@ -69,7 +79,7 @@ def first(x: Tensor) -> float:
     return torch.ones(x.size(1))[:9].sum().item() / 3
 
 
-@pytest.mark.parametrize("read", [causal, item, set_item, any_size, window, first])
+@pytest.mark.parametrize("read", [causal, item, set_item, any_size, written_at_any_size, window, first])
 def test_a_number_of_a_constant_is_computed(read: Read) -> None:
     traced = trace(Model(read), {"x": torch.ones(2, 6, 4)})
     assert 2.0 in {a for n in traced.graph.graph.nodes for a in n.args}
@@ -78,10 +88,11 @@ def test_a_number_of_a_constant_is_computed(read: Read) -> None:
 def test_sizes_that_a_constant_depends_on_become_numbers() -> None:
     assert [str(s) for s in trace(Model(causal), {"x": torch.ones(2, 6, 4)}).sizes] == ["b"]
     assert [str(s) for s in trace(Model(item), {"x": torch.ones(2, 6, 4)}).sizes] == ["b", "s"]
-    assert [str(s) for s in trace(Model(any_size), {"x": torch.ones(2, 6, 4)}).sizes] == ["b", "s"]
+    for read in (any_size, written_at_any_size):
+        assert [str(s) for s in trace(Model(read), {"x": torch.ones(2, 6, 4)}).sizes] == ["b", "s"]
 
 
-@pytest.mark.parametrize("read", [window, first])
+@pytest.mark.parametrize("read", [window, first, clamped])
 def test_what_is_another_at_large_sizes_makes_sizes_numbers(read: Read) -> None:
     for tokens in (6, 12):
         traced = trace(Model(read), {"x": torch.ones(2, tokens, 4)})
