@@ -3,6 +3,8 @@
 `x.data` is `x.detach()`: the same numbers without a gradient, and writes to it are writes to x. torch.export makes a
 constant of it, which would not change with the steps.
 
+`torch.div(x, y, out=z)` is `z.copy_(torch.div(x, y))`, a plain write.
+
 A number read from a constant, as in `if (mask == causal).all():`, is computed (`recipes.py`). A constant is what torch
 makes of numbers and sizes alone. Sizes that the number depends on become the numbers of the example inputs, as they do
 for branches on sizes.
@@ -81,6 +83,8 @@ class TracedReads(TorchFunctionMode):
             return args[0].detach()
         if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
+        if (written := _written_out(func, args, kwargs)) is not None:
+            return written
         if func in COVARIANCES and not {"fweights", "aweights"} & kwargs.keys():
             return COVARIANCES[func](*args, **kwargs)
         if func in _NUMBERS and args[0] in self.recipes:
@@ -175,6 +179,20 @@ class TracedReads(TorchFunctionMode):
         memory = _memory(written)
         for x in [x for x in self.recipes if _memory(x) == memory]:
             del self.recipes[x]
+
+
+def _written_out(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tensor passed as `out=` after a copy of the result to it; None where torch does anything else."""
+    out = kwargs.get("out")
+    given = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not isinstance(out, Tensor) or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        return None
+    made = func(*args, **{name: x for name, x in kwargs.items() if name != "out"})
+    if not isinstance(made, Tensor) or made.shape != out.shape:
+        return None
+    with eager():
+        fits = torch.can_cast(made.dtype, out.dtype)
+    return out.copy_(made) if fits else None
 
 
 def _written(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -52,8 +52,7 @@ def refuse_writes_to_out(graph: fx.Graph) -> None:
             raise UnsupportedOp(
                 f"{node.target} writes to the tensor passed as out=",
                 where=source_line(node),
-                fix="use the returned tensor; a module that updates its buffers this way in training, such as a "
-                "spectral norm, can be put in eval mode",
+                fix="use the returned tensor, or pass one tensor of the result's shape",
             )
 
 

@@ -36,8 +36,8 @@ def lean_export() -> Iterator[None]:
 
 @contextmanager
 def silent_export() -> Iterator[None]:
-    """Suppress what `torch.export._trace` prints and logs about a failure, and a
-    warning of its copies."""
+    """Suppress what `torch.export._trace` prints and logs about a failure, a warning of its copies, and
+    that an attribute was assigned: what a forward pass sets for itself, as torch's spectral norm does its weight."""
     logs: list[logging.Logger] = [_trace.log, logging.getLogger(_SYMBOLIC_SHAPES)]
     were_off = [log.disabled for log in logs]
     vars(_trace)["print"] = lambda *args, **kwargs: None  # shadows the builtin
@@ -46,6 +46,7 @@ def silent_export() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export", UserWarning)
             yield
     finally:
         for log, was_off in zip(logs, were_off, strict=True):

@@ -48,6 +48,8 @@ WAYS = [
     ("updating_views", Mesh(dp=2, tp=2, cp=2), replace(BULK, recompute="full")),
     ("updating_shared", Mesh(dp=2, tp=4), replace(BULK, recompute="full")),
     ("updating_shared", Mesh(dp=4, tp=2), replace(BULK, zero=3)),
+    ("updating_spectral", Mesh(dp=2, tp=2, pp=2), replace(BULK, recompute="full")),
+    ("updating_spectral", Mesh(dp=4, cp=2), replace(BULK, zero=3)),
 ]
 
 

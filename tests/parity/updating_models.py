@@ -5,6 +5,7 @@ tables     one table of all layers, of which each layer reads and updates its ro
 averages   moving averages of means and variances over tokens, assigned; counts that are read later; a counter
 views      writes through views that only torch can make functional
 shared     a layer that runs twice in a pass, and updates its buffers twice
+spectral   both spectral norms of torch, whose power iterations write to buffers passed as `out=`
 """
 
 from __future__ import annotations
@@ -181,6 +182,21 @@ class Views(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Spectral(nn.Module):
+    """Weights divided by their largest singular value, which iterations of earlier steps approximate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 2 * WIDTH))
+        self.down = nn.utils.spectral_norm(nn.Linear(2 * WIDTH, WIDTH), n_power_iterations=2)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.down(self.up(x).tanh())
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def case_of(model: nn.Module) -> Case:
     ids, labels = tokens()
     return Case(randomised(model), {"ids": ids, "labels": labels})
@@ -198,4 +214,5 @@ UPDATING: Mapping[str, Callable[[], Case]] = {
     "updating_tables": lambda: made(Tables),
     "updating_shared": lambda: made(Shared),
     "updating_views": lambda: made(Views),
+    "updating_spectral": lambda: made(Spectral),
 }

@@ -135,7 +135,18 @@ def cast(self: nn.Module, h: Tensor) -> Tensor:
     return y.double() + table + h + self.table
 
 
-@pytest.mark.parametrize("body", [transposed, reshaped, whole, cast])
+@torch.no_grad()
+def _into(y: Tensor, x: Tensor) -> Tensor:
+    torch.mul(x, 2, out=y[..., 1:3])
+    return torch.clamp(y, max=1.0, out=y)
+
+
+def out(self: nn.Module, h: Tensor) -> Tensor:
+    """Results written to a slice, and to the operand itself."""
+    return h + _into(torch.zeros_like(h), self.second(h)[..., :2])
+
+
+@pytest.mark.parametrize("body", [transposed, reshaped, whole, cast, out])
 def test_other_views_stay_right(body: Body) -> None:
     assert_unchanged(model_of(body), batch())
 
@@ -201,3 +212,24 @@ def test_a_tensor_whose_detached_values_were_written_is_not_read(body: Body) -> 
     with pytest.raises(UnsupportedOp, match="detached tensor whose original is read") as caught:
         normalised(model_of(body).double(), batch())
     assert caught.value.where and caught.value.fix
+
+
+def several(self: nn.Module, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        values, places = torch.empty_like(h), torch.empty(h.shape, dtype=torch.long)
+        torch.sort(self.second(h), out=(values, places))
+    return h + values
+
+
+def resized(self: nn.Module, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = torch.empty(0, dtype=h.dtype)
+        torch.mul(self.second(h), 2, out=y)
+    return h + y
+
+
+@pytest.mark.parametrize("body", [several, resized])
+def test_other_results_passed_as_out_are_refused(body: Body) -> None:
+    with pytest.raises(UnsupportedOp, match="passed as out=") as caught:
+        normalised(model_of(body).double(), batch())
+    assert caught.value.where and "returned tensor" in caught.value.fix
