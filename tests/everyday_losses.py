@@ -179,6 +179,19 @@ RATIOS: dict[str, Loss] = {
         ((1 - (-F.cross_entropy(z.transpose(1, 2), positive(y), reduction="none")).exp()).square() * m).sum()
         / (m.sum() + 1e-8)
     ),
+    "rows": lambda z, y, m: flat_ce(z, y, reduction="none").mean(),
+    "rows_masked": lambda z, y, m: (flat_ce(z, y, reduction="none") * m.flatten()).sum() / m.sum(),
+    "rows_by_sample": lambda z, y, m: (
+        ((flat_ce(z, y, reduction="none").view(len(y), -1) * m).sum(1) / (m.sum(1) + 1)).mean()
+    ),
+    "rows_soft": lambda z, y, m: (flat_ce_soft(z, y, reduction="none", label_smoothing=0.1) * m.flatten()).mean(),
+    "rows_weighted": lambda z, y, m: flat_ce(z, positive(y), reduction="none", weight=class_weights()).mean(),
+    "rows_nll": lambda z, y, m: (
+        F.nll_loss(z.log_softmax(-1).flatten(0, 1), positive(y).flatten(), reduction="none").square().mean()
+    ),
+    "rows_focal": lambda z, y, m: (
+        (1 - (-flat_ce(z, y, reduction="none")).exp()).square() * flat_ce(z, y, reduction="none")
+    ).mean(),
     "log_probability_of_groups": lambda z, y, m: (z.logsumexp(-1) * m).sum() / m.sum().clamp(min=1),
 }
 

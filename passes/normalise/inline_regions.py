@@ -60,7 +60,9 @@ _RETURNING = (
 
 def _inline(graph: fx.Graph, root: fx.GraphModule, node: fx.Node, body: object, args: list, *, detached: bool) -> None:
     assert isinstance(body, fx.Node)
-    sub = getattr(root, str(body.target)).graph
+    inner_root = getattr(root, str(body.target))
+    sub = inner_root.graph
+    inline_regions(sub, inner_root)  # regions within it are named as its own, which the root may have given to others
     inputs = iter(args)
     copied: dict[fx.Node, fx.Node] = {}
     unchanged: dict[fx.Node, fx.Node] = {}  # inputs, and what is returned as it is

@@ -111,14 +111,16 @@ def row_loss(reduction: int, weight: int | None = None) -> Notation:
 
 
 def class_loss(call: OpCall) -> str:
-    """Return the notation of cross entropy over logits [n, c, …]: a sum can be split over all dims but the classes."""
+    """Return the notation of cross entropy over logits [n, c, …]: values and sums are split over all but the classes."""
     logits, labels, *weight = call.operands
-    if call.arg(3, "reduction", 1) != 2 or logits.ndim < 2:
+    reduction = call.arg(3, "reduction", 1)
+    if reduction == 1 or logits.ndim < 2:
         return whole(call)
     dims = names(logits.ndim)
     dims[1] = "."
-    rows = dims if labels.ndim == logits.ndim else [dims[0], *dims[2:]]
-    return arrow([dims, rows, *[["."]] * len(weight)], [[]])
+    rows = [dims[0], *dims[2:]]
+    given = dims if labels.ndim == logits.ndim else rows
+    return arrow([dims, given, *[["."]] * len(weight)], [[] if reduction == 2 else rows])
 
 
 def counted(call: OpCall) -> str:
