@@ -179,6 +179,10 @@ def _run(
 
 def _op(node: fx.Node, args: Any, kwargs: dict[str, Any], draws: Any, rng: DropoutKey | None) -> Any:
     drops = draw_of(node)
+    if node.target in ops.DRAWS:  # without a key, numbers are their mean
+        draw = draws.get(node)
+        keyed = {} if draw is None else {"key": draw.key, "rng": rng, "samples": draw.samples}
+        return node.target(*args, **kwargs, **keyed)  # type: ignore[operator]
     if drops and node not in draws:  # dropout is disabled
         if node.target is aten.dropout.default:
             return args[0]
