@@ -28,9 +28,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.passes.data_checks import passing
 from autoptd.passes.fake_numbers import numbers_read_as
+from autoptd.passes.known.affine_grid import AFFINE_GRIDS
 from autoptd.passes.known.covariance import COVARIANCES
 from autoptd.passes.recipes import Recipe, each_leaf, leaves, same_at_every_size, size_of, takes_sizes
 
+_OF_SIZES = {**COVARIANCES, **AFFINE_GRIDS}  # functions of torch that read sizes as numbers, written as ops on sizes
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {
     Tensor.__bool__,
@@ -85,8 +87,8 @@ class TracedReads(TorchFunctionMode):
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
         if (written := _written_out(func, args, kwargs)) is not None:
             return written
-        if func in COVARIANCES and not {"fweights", "aweights"} & kwargs.keys():
-            return COVARIANCES[func](*args, **kwargs)
+        if func in _OF_SIZES and not {"fweights", "aweights"} & kwargs.keys():
+            return _OF_SIZES[func](*args, **kwargs)
         if func in _NUMBERS and args[0] in self.recipes:
             if (found := self.read(func, *args)) is not None:
                 return found

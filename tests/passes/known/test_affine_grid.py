@@ -1,0 +1,38 @@
+"""`F.affine_grid` written as a product has torch's numbers, and keeps samples apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoptd.passes.known.affine_grid import affine_grid
+from autoptd.passes.trace.trace import trace
+
+
+@pytest.mark.filterwarnings("ignore:Since version 1.3.0, affine_grid")
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("shape", [(4, 5), (1, 6), (3, 1, 5)])
+def test_numbers_are_those_of_torch(shape: tuple[int, ...], align_corners: bool) -> None:
+    theta = torch.randn(2, len(shape), len(shape) + 1, dtype=torch.float64)
+    expected = F.affine_grid(theta, [2, 3, *shape], align_corners=align_corners)
+    assert torch.allclose(affine_grid(theta, (2, 3, *shape), align_corners), expected, rtol=0, atol=1e-14)
+
+
+class Transformer(nn.Module):
+    """A spatial transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        theta = self.place(x.flatten(1)).view(-1, 2, 3)
+        return F.grid_sample(x, F.affine_grid(theta, x.size(), align_corners=False), align_corners=False).mean()
+
+
+def test_a_spatial_transformer_is_traced_for_any_number_of_samples() -> None:
+    traced = trace(Transformer(), {"x": torch.randn(2, 1, 4, 4)})
+    assert [str(s) for s in traced.sizes] == ["b"]
+    assert not [n for n in traced.graph.graph.nodes if "affine_grid" in str(n.target)]
