@@ -28,6 +28,7 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, B, Broadcast, O, OwnRows, P, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.saved_tensors import DROPOUT
+from autoptd.passes.batch.batch_dims import SamplePlace, makes_new
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, numel, op_name, operands, source_line
 from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
@@ -48,6 +49,7 @@ class TokenSplits:
 
     `shifted`: cross entropy of logits without their last tokens -> the slice that removes those. Such a loss runs on
     all tokens with ignored labels for the last ones instead, so that nothing is gathered.
+    `places`: dropout of rows that merge tokens with samples -> where its result has the tokens.
     """
 
     ranks: int
@@ -55,6 +57,7 @@ class TokenSplits:
     strategies: Mapping[fx.Node, Strategy]
     given: Mapping[fx.Node, Placement]
     shifted: Mapping[fx.Node, fx.Node]
+    places: Mapping[fx.Node, SamplePlace]
 
     @property
     def chunks(self) -> int:
@@ -85,7 +88,7 @@ def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring
     decider = _Decider(ranks, sizes, attention, tp)
     for segment in folded.segments:
         decider.segment(segment)
-    return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted)
+    return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted, decider.places)
 
 
 def own_token_strategies(segment: Segment, ranks: int, sizes: Sizes) -> dict[fx.Node, Strategy]:
@@ -125,6 +128,7 @@ class _Decider:
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
     given: dict[fx.Node, Placement] = field(default_factory=dict)
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    places: dict[fx.Node, SamplePlace] = field(default_factory=dict)
     seen: dict[tuple[str, tuple[Placement, ...]], Segment] = field(default_factory=dict)
     rows: TokenRows = field(default_factory=TokenRows)
     by_rows: set[fx.Node] = field(default_factory=set)  # ops whose strategies `rows` gave
@@ -142,6 +146,7 @@ class _Decider:
         self.given |= {node: self.given[known] for known, node in here.items() if known in self.given}
         self.strategies |= {node: self.strategies[known] for known, node in here.items() if known in self.strategies}
         self.shifted |= {here[loss]: here[part] for loss, part in self.shifted.items() if loss in here}
+        self.places |= {here[node]: place for node, place in self.places.items() if node in here}
         for known in first.sends:
             if known in here:
                 self.rows.repeat(known, here[known])
@@ -194,11 +199,9 @@ class _Decider:
             return options[best]
         strategy = self.rows.strategy(node, self.given, segment.prelude, self.ranks)
         if strategy is not None and node.target in DROPOUT:
-            raise PlanError(
-                f"cp {self.ranks}: dropout of rows that merge tokens with samples: its mask would depend on cp",
-                where=source_line(node),
-                fix="leave cp out, or apply dropout where samples and tokens are dims of their own",
-            )
+            self.places[node] = self._place(node)
+        if strategy is None and makes_new(node) and O not in given:
+            return Strategy(tuple(given), (B,))  # no value of its operand is read
         if strategy is None:
             parts = [o.name for o, p in zip(operands(node), given, strict=True) if isinstance(p, (Split, OwnRows))]
             raise PlanError(
@@ -208,6 +211,17 @@ class _Decider:
             )
         self.by_rows.add(node)
         return strategy
+
+    def _place(self, node: fx.Node) -> SamplePlace:
+        """Return where rows have the tokens, which key the numbers that dropout draws."""
+        place = self.rows.place(node)
+        if place is None or self.gather:  # tp has no key for rows of own tokens
+            raise PlanError(
+                f"cp {self.ranks}: dropout of rows in another order than that of tokens: its mask would depend on cp",
+                where=source_line(node),
+                fix="leave cp out, or apply dropout before rows are sorted or after their order is restored",
+            )
+        return place
 
     def _options(self, node: fx.Node, call: OpCall) -> list[Strategy]:
         """Return legal strategies that split nothing but tokens; attention's own implementation first."""

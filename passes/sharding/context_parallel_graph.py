@@ -24,7 +24,7 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import B, Broadcast, O, P, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT
-from autoptd.passes.batch.batch_dims import sample_place
+from autoptd.passes.batch.batch_dims import SamplePlace, sample_place
 from autoptd.passes.fold import Cut, Folded, Segment
 from autoptd.passes.graph import info, infos, is_getitem, operands
 from autoptd.passes.opcall import Size, TensorInfo
@@ -151,10 +151,11 @@ BEFORE = "before the cut"  # key of a node's meta
 
 @dataclass(frozen=True)
 class Before:
-    """An op's position and placement before tokens were split, which key its random numbers."""
+    """An op's position before tokens were split, and the place of its first result's tokens, which key its random
+    numbers."""
 
     position: int  # in its segment
-    tokens: Placement  # of its first result, on the cp axis
+    tokens: SamplePlace | None  # None if tokens are not split
 
 
 def before_cut(node: fx.Node) -> Before | None:
@@ -212,7 +213,9 @@ class _SegmentWriter:
         assert made.name == node.name, (made.name, node.name)
         if node.target in _DRAWS:
             sample_place(node)  # computed from the unsplit ops before it, and cached in its meta
-        made.meta = {**node.meta, BEFORE: Before(position, strategy.gives[0])}
+        given = strategy.gives[0]
+        place = SamplePlace(given.dim) if isinstance(given, Split) else splits.places.get(node)
+        made.meta = {**node.meta, BEFORE: Before(position, place)}
         made.meta.pop("op", None)  # of the op before
         found = tuple(local(t, p) for t, p in zip(infos(node), strategy.gives, strict=True))
         made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]

@@ -105,6 +105,17 @@ class Queries(Base):
         return F.cross_entropy(self.head(read.transpose(1, 2).flatten(2).mean(1)), labels[:, 0])
 
 
+class Sparse(Base):
+    """Attention to three tokens each, written into a mask that is made like the tokens' numbers."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        chosen = (self.mix(x) @ x.transpose(1, 2)).topk(3, -1).indices.to(torch.int32)
+        hidden = chosen.new_ones((*x.shape[:2], x.shape[1]), dtype=torch.bool).scatter(-1, chosen.long(), False)
+        read = F.scaled_dot_product_attention(*(y.unsqueeze(1) for y in (x, x, x * x)), attn_mask=~hidden[:, None])
+        return F.cross_entropy(self.head(read.squeeze(1)).transpose(1, 2), labels)
+
+
 class Pointwise(Base):
     """A linear written as a convolution whose kernel has one element, as in SqueezeBERT."""
 
@@ -142,11 +153,12 @@ class Flattened(Base):
 
 
 class Dropped(Base):
-    """Dropout of rows in which samples and tokens are merged."""
+    """Dropout of rows of all tokens in the order of a sort."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.vectors(ids)
-        rows = F.dropout(x.flatten(0, 1), 0.5, training=True)
+        order = x[..., 0].flatten().argsort()
+        rows = F.dropout(x.flatten(0, 1)[order], 0.5, training=True)[order.argsort()]
         return F.cross_entropy(self.head(rows.view(x.shape)).transpose(1, 2), labels)
 
 
@@ -162,7 +174,7 @@ def traced(model: nn.Module) -> autoptd.TracedModel:
     return autoptd.trace(model.double(), inputs=dict(batch()), precision="fp64")
 
 
-GATHERED = [FirstToken, MeanToken, Shifted, ShiftedTwice, WrittenOut, Span, Queries, Pointwise]
+GATHERED = [FirstToken, MeanToken, Shifted, ShiftedTwice, WrittenOut, Span, Queries, Sparse, Pointwise]
 
 
 @pytest.mark.parametrize("model", GATHERED)
@@ -233,7 +245,7 @@ def test_tokens_are_gathered_only_by_what_sums_them(model: type[Base], gathers: 
         (Neighbours, "conv1d mixes positions: it needs all tokens of transpose"),
         (Running, "cumsum mixes positions: it needs all tokens of tanh"),
         (Flattened, "softmax mixes positions: it needs all tokens of flatten"),
-        (Dropped, "dropout of rows that merge tokens with samples: its mask would depend on cp"),
+        (Dropped, "dropout of rows in another order than that of tokens: its mask would depend on cp"),
     ],
 )
 def test_what_mixes_positions_is_refused(model: type[Base], says: str) -> None:
