@@ -136,6 +136,27 @@ class Neighbours(Pointwise):
         super().__init__(3)
 
 
+class Looped(Base):
+    """A loop over tokens, which a trace holds for one number of them."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        last, states = x[:, 0], []
+        for i in range(x.shape[1]):
+            last = torch.tanh(self.mix(last + x[:, i]))
+            states.append(last)
+        return F.cross_entropy(self.head(torch.stack(states, 1)).transpose(1, 2), labels)
+
+
+class Tabled(Base):
+    """A check of the number of positions."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        if ids.shape[1] != TOKENS:
+            raise ValueError("another length than that of the table")
+        return F.cross_entropy(self.head(self.vectors(ids)).transpose(1, 2), labels)
+
+
 class Running(Base):
     """A cumulative sum over tokens."""
 
@@ -252,6 +273,15 @@ def test_what_mixes_positions_is_refused(model: type[Base], says: str) -> None:
     with pytest.raises(PlanError, match=f"cp 2: {says}") as error:
         split_tokens(traced(model()).folded, 2, TOKENS)
     assert "test_context_parallel.py" in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("model", "line"), [(Looped, "for i in range(x.shape[1]):"), (Tabled, "if ids.shape[1] != TOKENS:")]
+)
+def test_a_length_that_is_a_number_is_refused_with_the_line_that_needs_it(model: type[Base], line: str) -> None:
+    with pytest.raises(PlanError, match="cp 2 cuts a sequence, but the model runs at the length of the example") as e:
+        autoptd.plan(traced(model()), world=2, cluster="dgx-h100", batch=SAMPLES, precision="fp64", fix={"cp": 2})
+    assert "test_context_parallel.py" in e.value.where and line in e.value.where
 
 
 def test_a_causal_sequence_is_cut_into_two_chunks_a_rank() -> None:
