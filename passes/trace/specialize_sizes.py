@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -72,7 +71,7 @@ def fixed_at(graph: fx.GraphModule, dim: int, size: int | None = None) -> str:
         if not isinstance(equation, sympy.Eq) or _bounds(equation) or size not in (None, *equation.args):
             continue
         fixes = equation.free_symbols <= symbols and _symbols_of(equation.lhs - equation.rhs)
-        if fixes and isinstance(frame, traceback.FrameSummary) and not is_foreign(Path(frame.filename)):
+        if fixes and isinstance(frame, traceback.FrameSummary) and not is_foreign(frame.filename):
             return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
     return ""
 

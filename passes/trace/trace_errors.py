@@ -6,6 +6,7 @@ import linecache
 import re
 import sysconfig
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -102,8 +103,12 @@ _FOREIGN = [Path(file).parent for file in (torch.__file__, sympy.__file__, np.__
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 
 
-def is_foreign(file: Path) -> bool:
+@cache
+def is_foreign(name: str) -> bool:
     """Return whether a file belongs to Python, autoptd or a numeric library (torch, sympy, numpy), not to the user."""
+    file = Path(name)
+    if not file.is_absolute():  # `<string>` and the like
+        return True
     if any(file.is_relative_to(folder) for folder in _FOREIGN):
         return True
     return file.is_relative_to(_STANDARD) and "site-packages" not in file.parts
@@ -118,7 +123,7 @@ def user_line(error: BaseException) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and not type(owner).__module__.startswith(_WRAPPING):
             path = _module_path(tb.tb_frame, owner)
-        if file.exists() and not is_foreign(file):
+        if file.exists() and not is_foreign(str(file)):
             source = linecache.getline(str(file), tb.tb_lineno).strip()
             where = f"{path} ({file.name}:{tb.tb_lineno})  {source}"
         tb = tb.tb_next
