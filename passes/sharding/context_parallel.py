@@ -40,7 +40,8 @@ from autoptd.passes.trace.traced import BATCH, SEQUENCE
 aten = torch.ops.aten
 ATTENTION = (aten.scaled_dot_product_attention.default, ops.attention)
 _ROWS = Strategy((Split(1), Split(1)), (P,))  # a loss over logits [b, s, v] and labels [b, s]
-_GATHERS, _COMMUNICATES, _LOCAL = 100, 5, 1  # costs of conversions, without unit: only their order matters
+# costs of conversions, without unit: only their order matters; what is whole had better stay so
+_GATHERS, _COMMUNICATES, _MAKES_PARTIAL, _LOCAL = 100, 5, 2, 1
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,9 @@ def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
         return _GATHERS if isinstance(need, Broadcast) else math.inf
     if have == P:
         return math.inf if isinstance(need, Split) else _COMMUNICATES
-    return _COMMUNICATES if row.backward and tensor.requires_grad else _LOCAL
+    if row.backward and tensor.requires_grad:
+        return _COMMUNICATES
+    return _MAKES_PARTIAL if need == P else _LOCAL
 
 
 def _reduces_tokens(call: OpCall) -> bool:
