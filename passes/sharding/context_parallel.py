@@ -11,7 +11,9 @@ order, each op takes the strategy with the fewest conversions of its operands, a
 An op that merges tokens with samples, and ops on the rows that it gives, compute each rank's own (`token_rows.py`). An
 op that picks or sums tokens (a first token, a mean, a shift) gets them all-gathered. So does the other operand of an
 op that keeps one operand's split (keys of an unfused attention). An op that needs all tokens of one tensor to compute
-all tokens of another mixes positions and is refused, since gathering would defeat the purpose of cp.
+all tokens of another, such as a convolution or a cumulative sum over tokens, gets all tokens of a part of another dim
+(channels, heads) by an all-to-all, as Ulysses does, and the tokens are split again by the next op that can. If no other
+dim can be split either, it mixes positions and is refused, since gathering would defeat the purpose of cp.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ aten = torch.ops.aten
 ATTENTION = (aten.scaled_dot_product_attention.default, ops.attention)
 _ROWS = Strategy((Split(1), Split(1)), (P,))  # a loss over logits [b, s, v] and labels [b, s]
 # costs of conversions, without unit: only their order matters; what is whole had better stay so
-_GATHERS, _COMMUNICATES, _MAKES_PARTIAL, _LOCAL = 100, 5, 2, 1
+_GATHERS, _EXCHANGES, _COMMUNICATES, _MAKES_PARTIAL, _LOCAL = 100, 20, 5, 2, 1
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring
             fix=f"use a length that is a multiple of {chunks}, or another cp",
         )
     sizes = Sizes({**folded.traced.example, SEQUENCE: tokens}, BATCH)  # others never matter: only tokens are split
-    decider = _Decider(ranks, sizes, attention, tp)
+    decider = _Decider(ranks, sizes, attention, tp, chunks)
     for segment in folded.segments:
         decider.segment(segment)
     return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted, decider.places)
@@ -125,6 +127,7 @@ class _Decider:
     sizes: Sizes
     attention: str
     tp: int
+    chunks: int = 1  # parts of a sequence, and of another dim that is split in its place
     gather: bool = False
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
     given: dict[fx.Node, Placement] = field(default_factory=dict)
@@ -194,11 +197,16 @@ class _Decider:
             self.by_rows.add(node)
             return of_counts
         options = [] if O in given else self._options(node, call)
-        costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
-        (cost, *_), best = min(costs, default=((math.inf, 0, 0), 0))
+        apart = [p for o, p in zip(operands(node), given, strict=True) if isinstance(p, Split) and not _is_tokens(o, p)]
+        others = self._other_options(node, call)
+        cost, best = _cheapest(call, given, options + others * bool(apart))
         if cost < math.inf:
-            return options[best]
-        strategy = self.rows.strategy(node, self.given, segment.prelude, self.ranks)
+            return best
+        strategy = None if apart else self.rows.strategy(node, self.given, segment.prelude, self.ranks)
+        if strategy is None and O not in given:
+            cost, best = _cheapest(call, given, others)
+            if cost < _GATHERS:
+                return best
         if strategy is not None and node.target in DROPOUT:
             self.places[node] = self._place(node)
         if strategy is None and makes_new(node) and O not in given:
@@ -228,6 +236,13 @@ class _Decider:
         """Return legal strategies that split nothing but tokens; attention's own implementation first."""
         own = self._of_attention(node, call) if node.target in ATTENTION else []
         return own + [s for s in expand(op_of(node), self.ranks, self.sizes) if _splits_tokens(s, call)]
+
+    def _other_options(self, node: fx.Node, call: OpCall) -> list[Strategy]:
+        """Return legal strategies that split a dim of fixed size, for all tokens of a part of it."""
+        if self.gather or node.target in (*ATTENTION, *DROPOUT, *ops.DRAWS):
+            return []
+        parts = self.tp * self.chunks
+        return [s for s in expand(op_of(node), self.ranks, self.sizes) if _splits_another(s, call, parts)]
 
     def _of_attention(self, node: fx.Node, call: OpCall) -> list[Strategy]:
         """Return attention's own strategy, if any: q, k and v are split; a mask is split by rows for ring only."""
@@ -263,6 +278,27 @@ def _splits_tokens(strategy: Strategy, call: OpCall) -> bool:
     )
 
 
+def _splits_another(strategy: Strategy, call: OpCall, parts: int) -> bool:
+    """Return whether a strategy splits dims of fixed sizes, which divide into so many parts, and has no partial sum."""
+    pairs = (*zip(strategy.needs, call.operands, strict=True), *zip(strategy.gives, call.outputs, strict=True))
+    found = [t.shape[p.dim] for p, t in pairs if isinstance(p, Split) and p.groups == 1]
+    grouped = any(isinstance(p, Split) and p.groups > 1 for p, _ in pairs)
+    partial = P in (*strategy.needs, *strategy.gives)
+    fixed = all(isinstance(n, int) and n % parts == 0 for n in found)
+    return bool(found) and fixed and not grouped and not partial and not strategy.implementation
+
+
+def _is_tokens(node: fx.Node, split: Split) -> bool:
+    return infos(node)[0].shape[split.dim] == SEQUENCE
+
+
+def _cheapest(call: OpCall, given: Sequence[Placement], options: Sequence[Strategy]) -> tuple[float, Strategy]:
+    """Return the strategy that takes the fewest conversions, the first of several, and their cost."""
+    costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
+    (cost, *_), best = min(costs, default=((math.inf, 0, 0), 0))
+    return (cost, options[best]) if options else (math.inf, Strategy((), ()))
+
+
 def _cost(call: OpCall, given: Sequence[Placement], strategy: Strategy) -> tuple[float, int, int]:
     """Return (cost of conversions, whether tokens stay whole, whether the first operand is converted), to minimise."""
     total, first = 0.0, 0
@@ -281,7 +317,7 @@ def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
     if not row.function:
         return 0
     if isinstance(have, Split):
-        return _GATHERS if isinstance(need, Broadcast) else math.inf
+        return _GATHERS if isinstance(need, Broadcast) else _EXCHANGES if isinstance(need, Split) else math.inf
     if have == P:
         return math.inf if isinstance(need, Split) else _COMMUNICATES
     if row.backward and tensor.requires_grad:

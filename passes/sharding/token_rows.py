@@ -103,7 +103,7 @@ class TokenRows:
 
     def _start(self, node: fx.Node, given: Placement, in_prelude: bool) -> None:
         """Add a tensor that no earlier question was about. Raises UnsupportedOp if its rows cannot be known."""
-        if isinstance(given, Split):
+        if isinstance(given, Split) and infos(node)[0].shape[given.dim] == SEQUENCE:
             self._leaf(node, Rows(SamplePlace(given.dim)))
         elif is_getitem(node) and node.all_input_nodes[0] in self.copies:
             self._copy(node)
