@@ -19,19 +19,19 @@ from torch import fx
 from autoptd.codegen.expressions import SourceText, call_text, expression, size_text, value_text
 from autoptd.codegen.names import TAKEN, Names, hint, read_by, reads_in_place
 from autoptd.codegen.quoting import code_of
+from autoptd.codegen.random_keys import ATTENTION, keyed
 from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs_of
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.ops.random import DRAWS
 from autoptd.passes.analysis.overwriting import WIDE
-from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, sample_place
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, op_name, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Op, Strategy, local_args, local_shape
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.rules.table import IMPLEMENTATIONS
-from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS, before_cut, ring, ulysses
+from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS
 from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of, tensor_name
 
@@ -209,39 +209,20 @@ class Body:
         if node.target in DRAWS:
             given = (tuple(args[0]), *args[1:])
             return call_text(f"ops.{op_name(node)}", (*given, SourceText(self._random(node, strategy))), {})
-        if node.target in _ATTENTION and len(args) > 4 and args[4]:
+        if node.target in ATTENTION and len(args) > 4 and args[4]:
             return self._attention_text(node, strategy, args, kwargs)
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
 
     def _random(self, node: fx.Node, strategy: Strategy) -> str:
-        """Return the arguments that key random numbers, equally under every plan, by the op and the element's position.
-
-        The elements of attention are the scores [..., queries, keys], placed like the result except for its width.
-        """
         self.dropout = True
-        (index, i), before = self.at, before_cut(node)
-        i = i if before is None else before.position
-        key = f'"{index}.{i}"' if self.first is None else f'f"{{self._first + {index - self.first}}}.{i}"'
-        placement, place, text = strategy.gives[0], sample_place(node), f"key={key}, rng=self.dropout"
-        width = info(node).ndim - 1 if node.target in _ATTENTION else None
-        if place is not None and place.dim != width:
-            self._note_sizes((place.outer, place.inner))
-            text += samples_text(place)
-        else:
-            text += ", samples=ops.MICROBATCH" if counts_samples(info(node)) else ", samples=None"
-        parts = []
-        if isinstance(placement, Split) and placement.dim != width:
-            parts.append(f"tp.part({', '.join(conversion_args(B, placement))})")
-        if node.target is ulysses:  # the whole sequence for some of a tp rank's heads
-            parts.insert(0, f"cp.part(dim={info(node).ndim - 3})")
-        elif before is not None and isinstance(before.tokens, Split):
-            parts.append(f"cp.part(dim={before.tokens.dim})")
-        return text + (f", parts=[{', '.join(parts)}]" if parts else "")
+        text, sizes = keyed(node, strategy.gives[0], self.at, self.first)
+        self._note_sizes(sizes)
+        return text
 
     def _attention_text(
         self, node: fx.Node, strategy: Strategy, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> str:
-        name = _ATTENTION[node.target]  # type: ignore[index]
+        name = ATTENTION[node.target]  # type: ignore[index]
         cp = ", cp" if node.target in TOKEN_OPS else ""
         options = [f"dropout_p={value_text(args[4])}"]
         options += [f"mask={args[3]}"] if args[3] is not None else []
@@ -278,11 +259,6 @@ class Body:
 
 
 _COMMUNICATION = TOKEN_OPS | {*EXPERT_OPS.values()}  # ops without a rule
-_ATTENTION = {
-    aten.scaled_dot_product_attention.default: "attention",
-    ring: "ring_attention",
-    ulysses: "ulysses_attention",
-}
 _SUFFIX = {"B": "whole", "S": "split", "P": "partial"}
 
 
@@ -385,13 +361,6 @@ def _summed_note(node: fx.Node) -> str:
     if node.target is not ops.sum_over_batch:
         return ""
     return "  # over all samples: all-reduce over dp" + "; backward all-reduce" * info(node).requires_grad
-
-
-def samples_text(place: SamplePlace) -> str:
-    """Return the argument for the position of samples; "" if they are the first dim."""
-    given = [f"{k}={size_text(v)}" for k, v in (("outer", place.outer), ("inner", place.inner)) if v != 1]
-    given = [f"dim={place.dim}", *given] if place.dim else given
-    return f", samples=ops.Samples({', '.join(given)})" if given else ""
 
 
 def local_shape_text(tensor: TensorInfo, placement: Placement, ranks: int) -> str:

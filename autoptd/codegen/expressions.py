@@ -22,6 +22,7 @@ from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS
 
 aten = torch.ops.aten
 _NUMBERS = (int, float, complex)
+_DIMS = "", ", dim={}", ", source={}, target={}"  # by their number, in a conversion of the cp axis
 _ONLY = "pass only tensors, numbers, strings, and tuples or lists of them: emitted source can hold nothing else"
 
 
@@ -273,10 +274,6 @@ def _over_tokens(name: str) -> Callable[..., str]:
     return printer
 
 
-def _convert(x: Any, method: str, dim: int | None = None) -> str:
-    return f"cp.{method}({x}{'' if dim is None else f', dim={dim}'})"
-
-
 def _of_experts(name: str) -> Callable[..., str]:
     """Return a printer of a method of the ep axis."""
     return lambda *tensors, **dims: call_text(f"ep.{name}", tensors, dims)
@@ -389,7 +386,7 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.to.dtype_layout: _to_layout,
     aten.view_as_complex.default: _function("ops.as_complex"),
     **{method: _of_experts(name) for name, method in EXPERT_OPS.items()},
-    convert: _convert,
+    convert: lambda x, method, *dims: f"cp.{method}({x}{_DIMS[len(dims)].format(*dims)})",
     ops.cross_entropy: _cross_entropy,
     ops.in_training: lambda x, running: f"dp.in_training({x}, {running})",
     ops.sum_over_batch: lambda x: f"dp.batch_sum({x})",

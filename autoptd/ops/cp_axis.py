@@ -24,18 +24,23 @@ from autoptd.ops.tp_axis import Axis, from_slices, own_slice, to_slices
 
 @dataclass(frozen=True)
 class TokenChunks:
-    """The tokens of one rank along a dim: a concatenation of some of the equal chunks of a sequence."""
+    """The tokens of one rank along a dim: a concatenation of some of the equal chunks of a sequence.
+
+    `groups`: how many sequences the dim has, one after another, as after a reshape to (b s).
+    """
 
     dim: int
     size: int  # ranks
     chunks: tuple[int, ...]
+    groups: int = 1
 
     def whole(self, index: Tensor, length: int) -> Tensor:
-        """Map positions in the rank's `length` tokens to positions in the whole dim."""
-        width = length // len(self.chunks)
-        where = index % width
+        """Map positions in the rank's tokens, `length` of all sequences, to positions in the whole dim."""
+        own = length // self.groups
+        width = own // len(self.chunks)
+        where = index // own * (own * self.size) + index % width
         for i, chunk in enumerate(self.chunks):
-            where = where + (index // width == i) * (chunk * width)
+            where = where + (index % own // width == i) * (chunk * width)
         return where
 
 
@@ -51,11 +56,10 @@ class Tokens(Axis):
         return (rank, 2 * self.size - 1 - rank) if self.zigzag else (rank,)
 
     def part(self, dim: int, groups: int = 1) -> DimSlice:
-        assert groups == 1, "tokens are split once"
-        return self.part_of(self.rank, dim)
+        return self.part_of(self.rank, dim, groups)
 
-    def part_of(self, rank: int, dim: int) -> TokenChunks:
-        return TokenChunks(dim, self.size, self.chunks(rank))
+    def part_of(self, rank: int, dim: int, groups: int = 1) -> TokenChunks:
+        return TokenChunks(dim, self.size, self.chunks(rank), groups)
 
     def _own(self, x: Tensor, dim: int, groups: int) -> Tensor:
         if not self.zigzag:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import traceback
@@ -17,6 +18,7 @@ from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError
 from autoptd.layout.sample_rows import PLAIN, find_rows
 from autoptd.nest import Nest
+from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.plans.model import Plan
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import STEPS, trial_on
@@ -24,8 +26,9 @@ from autoptd.verification.verdict import judge
 from benchmarks.coverage.sizes import dtype_of
 
 Batch = Mapping[str, Tensor]
-FIX = {"tp": 2, "pp": 2, "dp": 2}
-WORLD, CLUSTER, OPTIMIZER = 8, "dgx-h100", "sgd"
+Mesh = Mapping[str, int]
+FIX: Mesh = {"tp": 2, "pp": 2, "dp": 2}
+CLUSTER, OPTIMIZER = "dgx-h100", "sgd"
 
 
 class Case(Protocol):
@@ -67,14 +70,18 @@ class Outcome:
     experts: str = ""
     mesh: str = ""  # where it is another than the usual one, for a reason that `what` says
     free: str = ""  # mesh of the plan with nothing fixed
+    tokens: bool = False  # whether the model has a sequence, whose length is not fixed by its code
     seconds: float = 0.0
 
     def data(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
-    """Return what becomes of a model. Never raises. free: whether a plan with nothing fixed is made as well."""
+def check(case: Case, only_build: bool = False, free: bool = True, fix: Mesh | None = None) -> Outcome:
+    """Return what becomes of a model. Never raises.
+
+    free: whether a plan with nothing fixed is made as well. fix: the mesh to run on, in place of the usual one.
+    """
     began, step = time.monotonic(), "build"
     found: dict[str, Any] = {}
     try:
@@ -90,8 +97,9 @@ def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
         targets = {n: examples.pop(n) for n in getattr(case, "targets", ())} or None
         precision = "fp64" if dtype_of(model) == torch.float64 else "fp32"
         source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision=precision)
+        found["tokens"] = SEQUENCE in source.sizes
         step = "plan"
-        planned, others = _first_plan(source, batch, getattr(case, "meshes", (FIX,)))
+        planned, others = _first_plan(source, batch, (fix,) if fix else getattr(case, "meshes", (FIX,)))
         found |= others | {"split": split_share(planned, model), "experts": expert_ranks(planned)}
         step = "run"
         source.model.double()  # as verification does with a model that was traced in another precision
@@ -99,7 +107,7 @@ def check(case: Case, only_build: bool = False, free: bool = True) -> Outcome:
         found |= _compared(source, planned, batch)
         if free:
             step = "free plan"
-            found["free"] = str(_plan(source, batch, {}).mesh)
+            found["free"] = str(_plan(source, batch, {}, ranks(FIX)).mesh)
         return Outcome(case.name, case.family, step=step, seconds=time.monotonic() - began, **found)
     except AutoptdError as error:
         kind = "not built" if step == "build" else "refused"
@@ -122,12 +130,17 @@ def fill_zeros(model: nn.Module) -> None:
             p.uniform_(-0.02, 0.02)
 
 
-def _first_plan(source: TracedModel, batch: Batch, meshes: Sequence[Mapping[str, int]]) -> tuple[Plan, dict[str, str]]:
+def ranks(mesh: Mesh) -> int:
+    """Return the number of ranks of a mesh."""
+    return math.prod(mesh.values())
+
+
+def _first_plan(source: TracedModel, batch: Batch, meshes: Sequence[Mesh]) -> tuple[Plan, dict[str, str]]:
     """Return the plan of the first mesh that has one; and if that is a later one, what the error of the first says."""
     refused: AutoptdError | None = None
     for fix in meshes:
         try:
-            planned = _plan(source, batch, fix)
+            planned = _plan(source, batch, fix, ranks(fix))
         except AutoptdError as error:
             refused = refused or error
         else:
@@ -139,8 +152,8 @@ def _first_plan(source: TracedModel, batch: Batch, meshes: Sequence[Mapping[str,
     raise refused
 
 
-def _plan(source: TracedModel, batch: Batch, fix: Mapping[str, int]) -> Plan:
-    return autoptd.plan(source, world=WORLD, cluster=CLUSTER, batch=samples_of(batch), optimizer=OPTIMIZER, fix=fix)
+def _plan(source: TracedModel, batch: Batch, fix: Mesh, world: int) -> Plan:
+    return autoptd.plan(source, world=world, cluster=CLUSTER, batch=samples_of(batch), optimizer=OPTIMIZER, fix=fix)
 
 
 def _compared(source: TracedModel, planned: Plan, batch: Batch) -> dict[str, Any]:

@@ -32,8 +32,9 @@ Written by `python -m benchmarks.coverage --page docs/coverage.md` from
 """
 
 
-def page(results: Iterable[Result], made: str) -> str:
-    """Return the document. `made`: date, versions and mesh of the sweep, in words."""
+def page(results: Iterable[Result], made: str, others: Mapping[str, Sequence[Result]] | None = None) -> str:
+    """Return the document. `made`: date, versions and mesh of the sweep, in words. `others`: the same -> results on
+    another mesh."""
     families: dict[str, list[Result]] = defaultdict(list)
     for result in sorted(results, key=lambda r: r["name"].lower()):
         families[result["family"]].append(result)
@@ -47,6 +48,7 @@ def page(results: Iterable[Result], made: str) -> str:
         grouped("Crashed or differs", everything, ("crashed", "differs"), _defect),
         grouped("Not built", everything, ("not built",), _unbuilt),
     ]
+    parts += [_on_mesh(*other) for other in (others or {}).items()]
     return "\n\n".join(p.rstrip() for p in parts if p) + "\n"
 
 
@@ -55,6 +57,22 @@ def _wrapped_head(made: str) -> str:
     start, end = "`benchmarks/data/coverage.jsonl`: ", "{made}."
     before, after = HEAD.split(start + end)
     return before + wrapped(start + made + ".") + after
+
+
+def _on_mesh(made: str, results: Sequence[Result]) -> str:
+    """Return the section about another mesh: counts, the largest difference, and the reasons of refusals."""
+    mesh = made.rpartition(", ")[2]
+    built = [r for r in results if r["result"] != "not built" and r["step"] != "trace"]
+    long = [r for r in built if r.get("tokens")]
+    good = [r["difference"] for r in long if r["result"] == "trained"]
+    said = f"Of {len(built)} models that can be traced, {len(long)} have a sequence whose length their code leaves open"
+    trains = f"; {len(good)} of these train" + (f", and the largest difference is {max(good):.1e}." if good else ".")
+    groups = [
+        grouped("Refused", long, ("refused",), _refusal, 3),
+        grouped("Crashed or differs", long, ("crashed", "differs"), _defect, 3),
+        grouped("Without such a sequence", [r for r in built if not r.get("tokens")], ("refused",), _refusal, 3),
+    ]
+    return "\n\n".join([f"## {mesh}", wrapped(f"{said}{trains} Results: {made}."), *filter(None, groups)])
 
 
 def table(families: Mapping[str, Sequence[Result]]) -> str:
@@ -88,15 +106,17 @@ def trained(results: Sequence[Result]) -> str:
     return f"{wrapped(said)}\n\n{wrapped(listed(r['name'] for r in good))}"
 
 
-def grouped(title: str, results: Sequence[Result], which: Sequence[str], reason: Callable[[Result], str]) -> str:
-    """Return the models with one of these results, by reason, the most frequent first."""
+def grouped(
+    title: str, results: Sequence[Result], which: Sequence[str], reason: Callable[[Result], str], level: int = 2
+) -> str:
+    """Return the models with one of these results, by reason, the most frequent first, below a title."""
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         if result["result"] in which:
             groups[reason(result)].append(result)
     if not groups:
         return ""
-    parts = [f"## {title}"]
+    parts = [f"{'#' * level} {title}"]
     for why, members in sorted(groups.items(), key=lambda g: (-len(g[1]), g[0])):
         fix = next((plain(r["fix"]) for r in members if r.get("fix")), "")
         lines = [wrapped(f"- **{len(members)}: {why}**", "  ")]

@@ -11,7 +11,9 @@ order, each op takes the strategy with the fewest conversions of its operands, a
 An op that merges tokens with samples, and ops on the rows that it gives, compute each rank's own (`token_rows.py`). An
 op that picks or sums tokens (a first token, a mean, a shift) gets them all-gathered. So does the other operand of an
 op that keeps one operand's split (keys of an unfused attention). An op that needs all tokens of one tensor to compute
-all tokens of another mixes positions and is refused, since gathering would defeat the purpose of cp.
+all tokens of another, such as a convolution or a cumulative sum over tokens, gets all tokens of a part of another dim
+(channels, heads) by an all-to-all, as Ulysses does, and the tokens are split again by the next op that can. If no other
+dim can be split either, it mixes positions and is refused, since gathering would defeat the purpose of cp.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import BP, B, Broadcast, O, OwnRows, P, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.saved_tensors import DROPOUT
+from autoptd.passes.batch.batch_dims import SamplePlace, makes_new
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, numel, op_name, operands, source_line
 from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
@@ -39,7 +42,8 @@ from autoptd.passes.trace.traced import BATCH, SEQUENCE
 aten = torch.ops.aten
 ATTENTION = (aten.scaled_dot_product_attention.default, ops.attention)
 _ROWS = Strategy((Split(1), Split(1)), (P,))  # a loss over logits [b, s, v] and labels [b, s]
-_GATHERS, _COMMUNICATES, _LOCAL = 100, 5, 1  # costs of conversions, without unit: only their order matters
+# costs of conversions, without unit: only their order matters; what is whole had better stay so
+_GATHERS, _EXCHANGES, _COMMUNICATES, _MAKES_PARTIAL, _LOCAL = 100, 20, 5, 2, 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class TokenSplits:
 
     `shifted`: cross entropy of logits without their last tokens -> the slice that removes those. Such a loss runs on
     all tokens with ignored labels for the last ones instead, so that nothing is gathered.
+    `places`: dropout of rows that merge tokens with samples -> where its result has the tokens.
     """
 
     ranks: int
@@ -55,6 +60,7 @@ class TokenSplits:
     strategies: Mapping[fx.Node, Strategy]
     given: Mapping[fx.Node, Placement]
     shifted: Mapping[fx.Node, fx.Node]
+    places: Mapping[fx.Node, SamplePlace]
 
     @property
     def chunks(self) -> int:
@@ -82,10 +88,10 @@ def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring
             fix=f"use a length that is a multiple of {chunks}, or another cp",
         )
     sizes = Sizes({**folded.traced.example, SEQUENCE: tokens}, BATCH)  # others never matter: only tokens are split
-    decider = _Decider(ranks, sizes, attention, tp)
+    decider = _Decider(ranks, sizes, attention, tp, chunks)
     for segment in folded.segments:
         decider.segment(segment)
-    return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted)
+    return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted, decider.places)
 
 
 def own_token_strategies(segment: Segment, ranks: int, sizes: Sizes) -> dict[fx.Node, Strategy]:
@@ -121,10 +127,12 @@ class _Decider:
     sizes: Sizes
     attention: str
     tp: int
+    chunks: int = 1  # parts of a sequence, and of another dim that is split in its place
     gather: bool = False
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
     given: dict[fx.Node, Placement] = field(default_factory=dict)
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    places: dict[fx.Node, SamplePlace] = field(default_factory=dict)
     seen: dict[tuple[str, tuple[Placement, ...]], Segment] = field(default_factory=dict)
     rows: TokenRows = field(default_factory=TokenRows)
     by_rows: set[fx.Node] = field(default_factory=set)  # ops whose strategies `rows` gave
@@ -142,6 +150,7 @@ class _Decider:
         self.given |= {node: self.given[known] for known, node in here.items() if known in self.given}
         self.strategies |= {node: self.strategies[known] for known, node in here.items() if known in self.strategies}
         self.shifted |= {here[loss]: here[part] for loss, part in self.shifted.items() if loss in here}
+        self.places |= {here[node]: place for node, place in self.places.items() if node in here}
         for known in first.sends:
             if known in here:
                 self.rows.repeat(known, here[known])
@@ -188,17 +197,20 @@ class _Decider:
             self.by_rows.add(node)
             return of_counts
         options = [] if O in given else self._options(node, call)
-        costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
-        (cost, *_), best = min(costs, default=((math.inf, 0, 0), 0))
+        apart = [p for o, p in zip(operands(node), given, strict=True) if isinstance(p, Split) and not _is_tokens(o, p)]
+        others = self._other_options(node, call)
+        cost, best = _cheapest(call, given, options + others * bool(apart))
         if cost < math.inf:
-            return options[best]
-        strategy = self.rows.strategy(node, self.given, segment.prelude, self.ranks)
+            return best
+        strategy = None if apart else self.rows.strategy(node, self.given, segment.prelude, self.ranks)
+        if strategy is None and O not in given:
+            cost, best = _cheapest(call, given, others)
+            if cost < _GATHERS:
+                return best
         if strategy is not None and node.target in DROPOUT:
-            raise PlanError(
-                f"cp {self.ranks}: dropout of rows that merge tokens with samples: its mask would depend on cp",
-                where=source_line(node),
-                fix="leave cp out, or apply dropout where samples and tokens are dims of their own",
-            )
+            self.places[node] = self._place(node)
+        if strategy is None and makes_new(node) and O not in given:
+            return Strategy(tuple(given), (B,))  # no value of its operand is read
         if strategy is None:
             parts = [o.name for o, p in zip(operands(node), given, strict=True) if isinstance(p, (Split, OwnRows))]
             raise PlanError(
@@ -209,10 +221,28 @@ class _Decider:
         self.by_rows.add(node)
         return strategy
 
+    def _place(self, node: fx.Node) -> SamplePlace:
+        """Return where rows have the tokens, which key the numbers that dropout draws."""
+        place = self.rows.place(node)
+        if place is None or self.gather:  # tp has no key for rows of own tokens
+            raise PlanError(
+                f"cp {self.ranks}: dropout of rows in another order than that of tokens: its mask would depend on cp",
+                where=source_line(node),
+                fix="leave cp out, or apply dropout before rows are sorted or after their order is restored",
+            )
+        return place
+
     def _options(self, node: fx.Node, call: OpCall) -> list[Strategy]:
         """Return legal strategies that split nothing but tokens; attention's own implementation first."""
         own = self._of_attention(node, call) if node.target in ATTENTION else []
         return own + [s for s in expand(op_of(node), self.ranks, self.sizes) if _splits_tokens(s, call)]
+
+    def _other_options(self, node: fx.Node, call: OpCall) -> list[Strategy]:
+        """Return legal strategies that split a dim of fixed size, for all tokens of a part of it."""
+        if self.gather or node.target in (*ATTENTION, *DROPOUT, *ops.DRAWS):
+            return []
+        parts = self.tp * self.chunks
+        return [s for s in expand(op_of(node), self.ranks, self.sizes) if _splits_another(s, call, parts)]
 
     def _of_attention(self, node: fx.Node, call: OpCall) -> list[Strategy]:
         """Return attention's own strategy, if any: q, k and v are split; a mask is split by rows for ring only."""
@@ -248,6 +278,27 @@ def _splits_tokens(strategy: Strategy, call: OpCall) -> bool:
     )
 
 
+def _splits_another(strategy: Strategy, call: OpCall, parts: int) -> bool:
+    """Return whether a strategy splits dims of fixed sizes, which divide into so many parts, and has no partial sum."""
+    pairs = (*zip(strategy.needs, call.operands, strict=True), *zip(strategy.gives, call.outputs, strict=True))
+    found = [t.shape[p.dim] for p, t in pairs if isinstance(p, Split) and p.groups == 1]
+    grouped = any(isinstance(p, Split) and p.groups > 1 for p, _ in pairs)
+    partial = P in (*strategy.needs, *strategy.gives)
+    fixed = all(isinstance(n, int) and n % parts == 0 for n in found)
+    return bool(found) and fixed and not grouped and not partial and not strategy.implementation
+
+
+def _is_tokens(node: fx.Node, split: Split) -> bool:
+    return infos(node)[0].shape[split.dim] == SEQUENCE
+
+
+def _cheapest(call: OpCall, given: Sequence[Placement], options: Sequence[Strategy]) -> tuple[float, Strategy]:
+    """Return the strategy that takes the fewest conversions, the first of several, and their cost."""
+    costs = [(_cost(call, given, option), i) for i, option in enumerate(options)]
+    (cost, *_), best = min(costs, default=((math.inf, 0, 0), 0))
+    return (cost, options[best]) if options else (math.inf, Strategy((), ()))
+
+
 def _cost(call: OpCall, given: Sequence[Placement], strategy: Strategy) -> tuple[float, int, int]:
     """Return (cost of conversions, whether tokens stay whole, whether the first operand is converted), to minimise."""
     total, first = 0.0, 0
@@ -266,10 +317,12 @@ def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
     if not row.function:
         return 0
     if isinstance(have, Split):
-        return _GATHERS if isinstance(need, Broadcast) else math.inf
+        return _GATHERS if isinstance(need, Broadcast) else _EXCHANGES if isinstance(need, Split) else math.inf
     if have == P:
         return math.inf if isinstance(need, Split) else _COMMUNICATES
-    return _COMMUNICATES if row.backward and tensor.requires_grad else _LOCAL
+    if row.backward and tensor.requires_grad:
+        return _COMMUNICATES
+    return _MAKES_PARTIAL if need == P else _LOCAL
 
 
 def _reduces_tokens(call: OpCall) -> bool:

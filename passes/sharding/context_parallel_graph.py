@@ -24,9 +24,9 @@ from autoptd.errors import PlanError
 from autoptd.layout.placements import B, Broadcast, O, P, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT
-from autoptd.passes.batch.batch_dims import sample_place
+from autoptd.passes.batch.batch_dims import SamplePlace, sample_place
 from autoptd.passes.fold import Cut, Folded, Segment
-from autoptd.passes.graph import info, infos, is_getitem, operands
+from autoptd.passes.graph import info, infos, is_getitem, operands, source_line
 from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
@@ -38,8 +38,11 @@ from autoptd.passes.trace.traced import LOCAL, SEQUENCE
 aten = torch.ops.aten
 
 
-def convert(x: Tensor, method: str, dim: int | None = None) -> Tensor:
-    """A conversion of the cp axis: `cp.method(x, dim=dim)` in an emitted program."""
+def convert(x: Tensor, method: str, *dims: int | tuple[int, int]) -> Tensor:
+    """A conversion of the cp axis: `cp.method(x, dim=dim)` in an emitted program.
+
+    An exchange has two dims: `cp.all_to_all(x, source=(dim, 1), target=(dim, 1))`.
+    """
     raise AssertionError("written into graphs, never run")
 
 
@@ -140,7 +143,7 @@ class _Cutter:
         if (node, dim) not in self.cuts:
             made = self.graph.call_function(convert, (self.new[node], "slice", dim))
             made.meta = {k: v for k, v in node.meta.items() if k in ORIGIN}
-            made.meta["info"] = local(info(node), Split(dim))
+            made.meta["info"] = local(info(node), Split(dim), self.splits.ranks)
             self.cuts[node, dim] = made
         return self.cuts[node, dim]
 
@@ -151,10 +154,11 @@ BEFORE = "before the cut"  # key of a node's meta
 
 @dataclass(frozen=True)
 class Before:
-    """An op's position and placement before tokens were split, which key its random numbers."""
+    """An op's position before tokens were split, and the place of its first result's tokens, which key its random
+    numbers."""
 
     position: int  # in its segment
-    tokens: Placement  # of its first result, on the cp axis
+    tokens: SamplePlace | None  # None if tokens are not split
 
 
 def before_cut(node: fx.Node) -> Before | None:
@@ -184,10 +188,12 @@ class _SegmentWriter:
                 self.decisions.append("shifted")
             elif is_getitem(node):
                 made = self.cutter._copy(node)
-                made.meta["info"] = local(info(node), self.cutter.splits.given[node])
+                made.meta["info"] = local(info(node), self.cutter.splits.given[node], self.cutter.splits.ranks)
                 self.nodes.append(made)
             else:
                 self._op(node, positions[node], self.decided.strategies[positions[node]])
+        for node, placement in zip(self.segment.sends, self.decided.sends, strict=True):
+            self._check_nesting(node, self.cutter.splits.given[node], placement)
         results = self.cutter.folded.results
         for node in (n for n in self.segment.sends if n in results):
             self._partial(node)
@@ -212,9 +218,11 @@ class _SegmentWriter:
         assert made.name == node.name, (made.name, node.name)
         if node.target in _DRAWS:
             sample_place(node)  # computed from the unsplit ops before it, and cached in its meta
-        made.meta = {**node.meta, BEFORE: Before(position, strategy.gives[0])}
+        given = strategy.gives[0]
+        place = SamplePlace(given.dim) if isinstance(given, Split) else splits.places.get(node)
+        made.meta = {**node.meta, BEFORE: Before(position, place)}
         made.meta.pop("op", None)  # of the op before
-        found = tuple(local(t, p) for t, p in zip(infos(node), strategy.gives, strict=True))
+        found = tuple(local(t, p, splits.ranks) for t, p in zip(infos(node), strategy.gives, strict=True))
         made.meta["info"] = found if isinstance(node.meta["info"], tuple) else found[0]
         self.cutter.new[node] = made
         self._add(made, tp)
@@ -233,27 +241,40 @@ class _SegmentWriter:
     def _operand(self, node: fx.Node, need: Placement, on_tp: Placement) -> fx.Node:
         """Return a tensor in the placement that the op needs on the cp axis."""
         have, need = self.cutter.splits.given[node], plain(need, infos(node)[0])
+        self._check_nesting(node, have, on_tp)
         if have == need or (need != O and not conversion(have, need).function):
             return self.cutter.new[node]
         if node in self.segment.prelude and need == O:
             return self.cutter.own.of(node)
-        if node in self.segment.prelude and isinstance(need, Split):
+        if node in self.segment.prelude and isinstance(need, Split) and not _same_dim(need, on_tp, node):
             return self.cutter.cut(node, need.dim)
         if (node, need) not in self.converted:
             self.converted[node, need] = self._convert(node, have, need, on_tp)
         return self.converted[node, need]
 
     def _convert(self, node: fx.Node, have: Placement, need: Placement, on_tp: Placement) -> fx.Node:
-        dim = next((p.dim for p in (have, need) if isinstance(p, Split)), None)
-        if isinstance(on_tp, Split) and on_tp.dim == dim:  # tp splits within a cp rank's tokens, so it comes after
+        splits = [p for p in (have, need) if isinstance(p, Split)]
+        tokens = [p.dim for p in splits if info(node).shape[p.dim] == SEQUENCE]
+        if isinstance(on_tp, Split) and on_tp.dim in tokens:  # tp splits within a cp rank's tokens, so it comes after
             on_tp = given if isinstance(given := self.tp.get(node, B), Broadcast) else B
-        args = (self.cutter.new[node], conversion(have, need).function, *(() if dim is None else (dim,)))
-        made = self.cutter.graph.call_function(convert, args)
+        dims = [p.dim for p in splits] if len(splits) < 2 else [(p.dim, 1) for p in splits]
+        made = self.cutter.graph.call_function(convert, (self.cutter.new[node], conversion(have, need).function, *dims))
         made.meta = {k: v for k, v in node.meta.items() if k in ORIGIN}
-        made.meta["info"] = local(info(node), need)
+        made.meta["info"] = local(info(node), need, self.cutter.splits.ranks)
         self.decisions.append(f"{have} -> {need}")
         self._add(made, Strategy((on_tp,), (on_tp,)))
         return made
+
+    def _check_nesting(self, node: fx.Node, have: Placement, on_tp: Placement) -> None:
+        """Raise PlanError if tp would split or gather a dim that cp splits for all tokens: of such dims, tp splits
+        first, so that each rank's part of every tensor is the same."""
+        given = self.tp.get(node, B)
+        if given != on_tp and any(_same_dim(have, p, node) for p in (given, on_tp)):
+            raise PlanError(
+                f"cp {self.cutter.splits.ranks}: tp would convert a dim of {node.name} that cp splits for all tokens",
+                where=source_line(node),
+                fix="leave cp or tp out",
+            )
 
     def _partial(self, node: fx.Node) -> None:
         """Convert a result of the graph to a partial value."""
@@ -271,19 +292,27 @@ class _SegmentWriter:
         whole = TensorInfo((info(labels).shape[0], SEQUENCE), info(labels).dtype, False)
         padded.meta = {**{k: v for k, v in labels.meta.items() if k in ORIGIN}, "info": whole}
         made = graph.call_function(convert, (padded, "slice", 1))
-        made.meta = {**padded.meta, "info": local(whole, Split(1))}
+        made.meta = {**padded.meta, "info": local(whole, Split(1), self.cutter.splits.ranks)}
         self.cutter.extra += [padded, made]
         return made
 
 
-def local(tensor: TensorInfo, placement: Placement) -> TensorInfo:
+def _same_dim(on_cp: Placement, on_tp: Placement, node: fx.Node) -> bool:
+    """Return whether cp splits a dim other than the tokens that tp splits too."""
+    both = isinstance(on_cp, Split) and isinstance(on_tp, Split) and on_cp.dim == on_tp.dim
+    return both and info(node).shape[on_cp.dim] != SEQUENCE  # type: ignore[union-attr]
+
+
+def local(tensor: TensorInfo, placement: Placement, ranks: int) -> TensorInfo:
     """Return the shape and dtype of one cp rank's part of a tensor."""
     if placement == O:
         return replace(tensor, shape=_at_local(tensor.shape))
     if not isinstance(placement, Split):
         return tensor
-    assert tensor.shape[placement.dim] == SEQUENCE, (tensor.shape, str(placement))
-    shape: Sequence[Size] = [LOCAL if dim == placement.dim else n for dim, n in enumerate(tensor.shape)]
+    size = tensor.shape[placement.dim]
+    assert size == SEQUENCE or (isinstance(size, int) and size % ranks == 0), (tensor.shape, str(placement))
+    part: Size = LOCAL if size == SEQUENCE else size // ranks
+    shape: Sequence[Size] = [part if dim == placement.dim else n for dim, n in enumerate(tensor.shape)]
     return replace(tensor, shape=tuple(shape))
 
 

@@ -226,7 +226,7 @@ class _RegionWriter:
         strategy = self.decided.strategies[position]
         self.tp |= _given(node, strategy)
         if before_cut(node) is None:
-            made.meta[BEFORE] = Before(position, B)
+            made.meta[BEFORE] = Before(position, None)
 
     def _check_tp(self, node: fx.Node, region: ExpertRegion) -> None:
         """Raise PlanError if tp cannot split the experts of each ep rank as the plan says."""

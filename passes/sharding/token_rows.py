@@ -23,7 +23,7 @@ from autoptd.passes.batch.batch_dims import SamplePlace
 from autoptd.passes.batch.batch_independence import SUMS, Propagation, input_state
 from autoptd.passes.batch.rows import BATCH_ORDER, FILLED, Across, Rows, State
 from autoptd.passes.graph import infos, is_getitem, operands, substitute
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.opcall import Size, TensorInfo
 from autoptd.passes.rules.factors import Strategy, split_factor
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
@@ -66,6 +66,13 @@ class TokenRows:
         own = O in {*needs, *gives} or P in needs
         return Strategy(tuple(needs), tuple(gives), ranks) if own else None  # type: ignore[arg-type]
 
+    def place(self, node: fx.Node) -> SamplePlace | None:
+        """Return the place of the tokens in an op's first result; None if its rows are not in the order of tokens."""
+        state = self._state(node)
+        if not isinstance(state, Rows) or state.order != BATCH_ORDER:
+            return None
+        return SamplePlace(state.place.dim, _swapped(state.place.outer), _swapped(state.place.inner))
+
     def repeat(self, known: fx.Node, node: fx.Node) -> None:
         """Take over what is known of a tensor's rows for the same tensor of an equal segment, if in batch order."""
         if known in self.copies and node not in self.copies:
@@ -96,7 +103,7 @@ class TokenRows:
 
     def _start(self, node: fx.Node, given: Placement, in_prelude: bool) -> None:
         """Add a tensor that no earlier question was about. Raises UnsupportedOp if its rows cannot be known."""
-        if isinstance(given, Split):
+        if isinstance(given, Split) and infos(node)[0].shape[given.dim] == SEQUENCE:
             self._leaf(node, Rows(SamplePlace(given.dim)))
         elif is_getitem(node) and node.all_input_nodes[0] in self.copies:
             self._copy(node)
@@ -134,6 +141,8 @@ def _placement(state: State, tensor: TensorInfo) -> Placement | None:
     """Return the placement of a tensor whose rows are known (its sizes are not swapped); None if tokens are mixed."""
     if state is None:
         return BP
+    if sum(map(_counts, tensor.shape)) > 1:
+        return None
     if isinstance(state, Across):
         return P if state.tally is not None else None  # a rank counts its own rows: a part of the count of all
     plain = isinstance(state, Rows) and state.order == BATCH_ORDER and state.points is None
@@ -143,7 +152,11 @@ def _placement(state: State, tensor: TensorInfo) -> Placement | None:
 
 
 def _counts_tokens(tensor: TensorInfo) -> bool:
-    return any(isinstance(size, sympy.Basic) and SEQUENCE in size.free_symbols for size in tensor.shape)
+    return any(map(_counts, tensor.shape))
+
+
+def _counts(size: Size) -> bool:
+    return isinstance(size, sympy.Basic) and SEQUENCE in size.free_symbols
 
 
 def _swapped_meta(node: fx.Node) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 
 import sympy
@@ -13,6 +12,7 @@ from torch.export.graph_signature import InputKind
 from autoptd.errors import TraceError
 from autoptd.passes.graph import source_line
 from autoptd.passes.trace.loss import Objective
+from autoptd.passes.trace.specialize_sizes import fixed_at
 from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
 
 
@@ -107,17 +107,8 @@ def _name_symbols(
 
 
 def _baked_at(graph: fx.GraphModule, batch: int) -> str:
-    """Return the user's line that turned the size of a batch into a number, or of a vmap; "" if it is one of torch.
-
-    `guards` and `var_to_sources` of torch's ShapeEnv are private (seen in 2.13.0).
-    """
-    values = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
-    env = next(x for x in values if isinstance(x, Tensor)).fake_mode.shape_env  # type: ignore[attr-defined]
-    samples = {s for s, found in env.var_to_sources.items() if str(found[0].name).endswith(".size()[0]")}
-    for guard in env.guards:
-        frame = guard.sloc.framework_loc
-        fixes = isinstance(guard.expr, sympy.Eq) and guard.expr.rhs == batch and guard.expr.lhs in samples
-        if fixes and isinstance(frame, traceback.FrameSummary) and "/torch/" not in frame.filename:
-            return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
+    """Return the user's line that turned the size of a batch into a number, or of a vmap; "" if it is one of torch."""
+    if found := fixed_at(graph, 0, batch):
+        return found
     mapped = (n for n in graph.graph.nodes if "vmap" in getattr(n.target, "__name__", ""))  # over the samples, mostly
     return next(filter(None, map(source_line, mapped)), "")

@@ -7,21 +7,29 @@ Two things take a fifth of its time and no plan reads them:
 - the memory format of every tensor, in `meta["tensor_meta"]`, found by comparing symbolic sizes and strides.
 
 On an error it prints the partial graph, thousands of lines for a large model, and logs the kind of failure; autoptd's
-own error names the cause and the user's line. It also warns of what torch itself does.
+own error names the cause and the user's line. It also warns of what torch itself does. It records the line that a guard
+on a size is due to, which must be the user's.
 
 No other file of autoptd uses these parts of torch.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 from torch.export import _trace
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autoptd.passes.trace import loss
+from autoptd.passes.trace.trace_errors import is_foreign
 
 _SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"  # warns that it does not know the user's line
 
@@ -30,8 +38,22 @@ _SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"  # warns that it does
 def lean_export() -> Iterator[None]:
     """Wrap a call of torch.export.export whose graph is read but not run."""
     describe = "torch.fx.experimental.proxy_tensor._extract_tensor_metadata"
-    with _use_lazy_graph_module(True), patch(describe, lambda tensor: None):
+    whose = patch.object(ShapeEnv, "_get_user_frame", _user_frame)
+    with _use_lazy_graph_module(True), patch(describe, lambda tensor: None), whose:
         yield
+
+
+def _user_frame(env: ShapeEnv, torchs: Callable[[ShapeEnv], FrameType | None] = ShapeEnv._get_user_frame) -> Any:
+    """Return the frame that a guard on a size is due to: the innermost of the user's code, else as torch does.
+
+    Torch skips its own frames, but not those of the functions that watch an export.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != loss.__file__:
+        if not is_foreign(frame.f_code.co_filename):
+            return frame
+        frame = frame.f_back
+    return torchs(env)
 
 
 @contextmanager

@@ -12,15 +12,16 @@ valid only for that value, so the size must be static.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autoptd.errors import InputsError
-from autoptd.passes.trace.trace_errors import PADDED
+from autoptd.passes.trace.trace_errors import PADDED, is_foreign
 
 InputDim = tuple[str, int]  # an input and one of its dims
 
@@ -55,6 +56,24 @@ def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) ->
     constant = {at for at, size in every.items() if isinstance(size, int)}
     numbers = {(at[1], _example(every[at])) for at in found | constant if at[1] > 0}
     return frozenset(found | {at for at, size in dims.items() if (at[1], _example(size)) in numbers})
+
+
+def fixed_at(graph: fx.GraphModule, dim: int, size: int | None = None) -> str:
+    """Return the user's line that made a number, `size` if given, of this dim of an input; "" if there is none.
+
+    `guards` and `var_to_sources` of torch's ShapeEnv are private (seen in 2.13.0).
+    """
+    values = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
+    env = next(x for x in values if isinstance(x, Tensor)).fake_mode.shape_env  # type: ignore[attr-defined]
+    symbols = {s for s, found in env.var_to_sources.items() if str(found[0].name).endswith(f".size()[{dim}]")}
+    for guard in env.guards:
+        frame, equation = guard.sloc.framework_loc, guard.expr
+        if not isinstance(equation, sympy.Eq) or _bounds(equation) or size not in (None, *equation.args):
+            continue
+        fixes = equation.free_symbols <= symbols and _symbols_of(equation.lhs - equation.rhs)
+        if fixes and isinstance(frame, traceback.FrameSummary) and not is_foreign(frame.filename):
+            return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
+    return ""
 
 
 def _example(size: int | torch.SymInt) -> int:

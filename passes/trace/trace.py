@@ -47,10 +47,10 @@ from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
-from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, check_inputs, picture_dims
+from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, check_inputs, fixed_at, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
-from autoptd.passes.trace.trace_errors import explain, may_loop, not_copied, placed
-from autoptd.passes.trace.traced import PRECISIONS, Averaging, Traced, canonical_names
+from autoptd.passes.trace.trace_errors import explain, may_loop, not_copied, placed, user_line
+from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE, Averaging, Traced, canonical_names
 from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted
 
 
@@ -118,6 +118,7 @@ def _traced(
     exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known), OwnCalls()
     with record_own_calls(own):
         exporter, program = exporter.exported(repeats=repeats)
+        because = exporter.because or fixed_at(program.graph_module, 1)
         if bound := bound_dims(program, specs):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
@@ -131,6 +132,9 @@ def _traced(
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, list(inputs), names, frozen, count, objective)
     _refuse_shared_updates(model, traced)
+    long = any(len(shape) > 1 and (name, 1) not in fixed for name, (shape, _) in specs.items())
+    if long and SEQUENCE not in traced.sizes:
+        traced.length_fixed = because or "code of a library that forward calls"
     traced.averaging, traced.rows, traced.left_out = averaging, rows, tuple(sorted(exporter.left_out))
     if known is not None:
         traced.loops, traced.known = True, {name: known.rows[name] for name in sorted(known.used)}
@@ -184,6 +188,7 @@ class _Exporter:
     fixed: frozenset[InputDim] = frozenset()  # static input dims
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
     skips: Skips = field(default_factory=Skips)
+    because: str = ""  # what needs these as numbers
     known: KnownInputs | None = None  # set if loops over samples are recorded
     settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
     left_out: set[str] = field(default_factory=set)  # places of checks of data
@@ -200,9 +205,9 @@ class _Exporter:
         try:
             return self.with_casts(repeats=repeats)
         except UnregisteredTensor as error:
-            other, first = replace(self.with_fixed_sizes(), settled=True), error
+            other, first = replace(self.with_fixed_sizes(), settled=True, because=error.where), error
         except TraceError as error:  # such as with a table of positions, which has one size
-            other, first = self.with_fixed_sizes(), error
+            other, first = replace(self.with_fixed_sizes(), because=error.where), error
             if isinstance(error, UnsupportedOp) or other == self:
                 raise
         try:
@@ -217,7 +222,7 @@ class _Exporter:
             return self._with_casts(repeats=repeats)
         except SizeNeeded as needed:
             fixed = self.fixed | needed.dims(self.specs)
-            return replace(self, fixed=fixed).with_casts(repeats=repeats)
+            return replace(self, fixed=fixed, because=user_line(needed)).with_casts(repeats=repeats)
 
     def _with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
         given = {p.dtype for p in self.model.parameters() if p.is_floating_point()}

@@ -6,6 +6,7 @@ import linecache
 import re
 import sysconfig
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -21,7 +22,7 @@ from autoptd.passes.trace.loss import Loss
 
 def placed(error: AutoptdError) -> AutoptdError:
     """Return the error with the user's line added if it has no location."""
-    return error if error.where else type(error)(error.what, where=_user_line(error), fix=error.fix)
+    return error if error.where else type(error)(error.what, where=user_line(error), fix=error.fix)
 
 
 def not_copied(error: Exception) -> TraceError:
@@ -54,7 +55,7 @@ _RAGGED = {
 def explain(error: Exception) -> TraceError:
     """Return torch.export's error as one sentence with the module path and the user's line."""
     text = str(error)
-    where = _user_line(error) or _user_line_in(text)
+    where = user_line(error) or _user_line_in(text)
     if ragged := _ragged(error):
         return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
     if type(error).__name__ == "DataDependentOutputException":  # an op of torch that returns a number
@@ -102,14 +103,18 @@ _FOREIGN = [Path(file).parent for file in (torch.__file__, sympy.__file__, np.__
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 
 
-def _is_foreign(file: Path) -> bool:
+@cache
+def is_foreign(name: str) -> bool:
     """Return whether a file belongs to Python, autoptd or a numeric library (torch, sympy, numpy), not to the user."""
+    file = Path(name)
+    if not file.is_absolute():  # `<string>` and the like
+        return True
     if any(file.is_relative_to(folder) for folder in _FOREIGN):
         return True
     return file.is_relative_to(_STANDARD) and "site-packages" not in file.parts
 
 
-def _user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """Return `module.path (file.py:41)  source` for the deepest frame of a traceback that is the user's code."""
     where, path = "", "model"
     tb = error.__traceback__
@@ -118,7 +123,7 @@ def _user_line(error: BaseException) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and not type(owner).__module__.startswith(_WRAPPING):
             path = _module_path(tb.tb_frame, owner)
-        if file.exists() and not _is_foreign(file):
+        if file.exists() and not is_foreign(str(file)):
             source = linecache.getline(str(file), tb.tb_lineno).strip()
             where = f"{path} ({file.name}:{tb.tb_lineno})  {source}"
         tb = tb.tb_next

@@ -61,6 +61,7 @@ class Traced:
     left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
     settled: bool = False  # whether forward replaces modules in its first pass: the graph is of the model after that
     random_calls: int = 0  # of a forward pass; each node that draws has its number in `meta[CALL]`
+    length_fixed: str = ""  # what made a number of the length of sequences, if none is a symbol
     loops: bool = False  # loops over samples were written as one pass
 
     @property

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coverage.__main__ import main
+from benchmarks.coverage.__main__ import main, mesh, of_mesh
 from benchmarks.coverage.check import Outcome
 from benchmarks.coverage.page import page
 from tests.test_language import WIDTH, prose
@@ -20,6 +20,13 @@ RESULTS = (
     Outcome("ZForCausalLM", "decoder", "not built", "ImportError: Z requires the z library, which is not there"),
     Outcome("ViTForImageClassification", "vision", "crashed", "KeyError: 3", "passes/a.py:7, raised at torch/b.py:9"),
     Outcome("DiTForImageClassification", "vision", "differs", "off by 3.0e-02, first on rank 0", "loss"),
+)
+MIXES = "cp 2: conv1d mixes positions: it needs all tokens of x"
+CUT = (  # on another mesh
+    Outcome("LlamaForCausalLM", "decoder", "trained", difference=8e-16, tokens=True),
+    Outcome("MambaForCausalLM", "decoder", "refused", MIXES, "model.x", "leave cp out", "plan", tokens=True),
+    Outcome("ViTForImageClassification", "vision", "refused", "cp 2 cuts a sequence, but there is none", step="plan"),
+    Outcome("XForCausalLM", "decoder", "refused", REFUSED, "model.x", "use torch.where", "trace"),
 )
 
 
@@ -59,3 +66,21 @@ def test_the_page_is_wrapped_and_written_from_the_results_file(tmp_path: Path) -
     text = to.read_text("utf-8")
     assert "tp 2 × pp 2 × dp 2" in " ".join(text.split()) and "{" not in text
     assert [line for _, line in prose(text) if len(line) > WIDTH] == []
+
+
+def test_results_on_another_mesh_have_a_file_and_a_section_of_their_own(tmp_path: Path) -> None:
+    results, to = tmp_path / "coverage.jsonl", tmp_path / "page.md"
+    other = of_mesh(results, mesh("cp=2,tp=2"))
+    assert other.name == "coverage-cp2-tp2.jsonl"
+    results.write_text("".join(json.dumps(r) + "\n" for r in rows()))
+    other.write_text("".join(json.dumps(r.data()) + "\n" for r in CUT))
+    main(["--results", str(results), "--page", str(to)])
+    whole, _, section = to.read_text("utf-8").partition("\n## cp 2 × tp 2\n")
+    assert "conv1d" not in whole and "| all | 7 | 2 | 2 | 2 | 1 | 28.6% |" in whole
+    text = " ".join(section.split())
+    assert "Of 3 models that can be traced, 2 have a sequence whose length their code leaves open" in text
+    assert "1 of these train, and the largest difference is 8.0e-16." in text
+    assert "**1: cp …: conv1d mixes positions" in text
+    assert "Way out: leave cp out. MambaForCausalLM" in text
+    assert text.index("### Refused") < text.index("MambaForCausalLM") < text.index("### Without such a sequence")
+    assert text.index("### Without such a sequence") < text.index("ViTForImageClassification")

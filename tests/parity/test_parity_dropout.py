@@ -88,6 +88,8 @@ TOKENS = [  # split over cp ranks
     ("gpt2_dropout", Mesh(dp=2, cp=4), replace(PLAIN, micro=8, zero=0, context="ulysses")),
     ("bert_dropout", Mesh(dp=2, tp=2, cp=2), replace(PLAIN, micro=4, context="ulysses")),
     ("written_dropout", Mesh(tp=2, cp=4), replace(PLAIN, micro=8)),
+    ("folded_dropout", Mesh(dp=2, tp=2, cp=2), replace(PLAIN, micro=4)),
+    ("folded_dropout", Mesh(pp=2, cp=4), replace(PLAIN, micro=8, recompute="full")),
 ]
 
 
@@ -262,6 +264,20 @@ SMALL, ONE_SHARE = Mesh(tp=2, cp=2), replace(PLAIN, micro=8)
             r"\[cp\.part\(dim=1\), ",
             "[",
             "ulysses",
+            marks=pytest.mark.fault("masks of local positions"),
+        ),
+        pytest.param(
+            "folded_dropout",
+            r"(cp\.part\(dim=0), groups=b\)",
+            r"\1)",
+            "ring",
+            marks=pytest.mark.fault("masks of local positions"),
+        ),
+        pytest.param(
+            "folded_dropout",
+            r"(cp\.part\(dim=0), groups=8\)",
+            r"\1)",
+            "ring",
             marks=pytest.mark.fault("masks of local positions"),
         ),
     ],

@@ -15,7 +15,7 @@ from autoptd.parallel import Parallel
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from tests.parity.parity_check import TOLERANCE
 
-IMAGE, WORDS, WIDTH, TOKENS, PATCHES = 30, 31, 16, 7, 3
+IMAGE, WORDS, WIDTH, TOKENS, PATCHES = 30, 31, 16, 8, 3
 Place = Callable[[Tensor, Tensor, Tensor], Tensor]  # of x [b, s, h], mask [b, s], features [b, t, h] -> x
 
 
@@ -125,7 +125,11 @@ def check(place: Place, data: dict[str, Tensor], **fix: int) -> None:
     assert max(differences(found.gradients, alone.gradients).values()) <= TOLERANCE
 
 
-MESHES = pytest.mark.parametrize("fix", [{"dp": 2, "tp": 2, "micro": 3}, {"pp": 2, "tp": 2, "micro": 2}], ids=str)
+MESHES = pytest.mark.parametrize(
+    "fix",
+    [{"dp": 2, "tp": 2, "micro": 3}, {"pp": 2, "tp": 2, "micro": 2}, {"cp": 2, "tp": 2, "micro": 2}, {"cp": 4}],
+    ids=str,
+)
 
 
 @MESHES

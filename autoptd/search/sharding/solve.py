@@ -74,6 +74,13 @@ class Splitter:
         """Return the sizes on one rank, which has its share of a sample's tokens."""
         sizes = dict(self.task.sizes)
         if cp > 1:
+            if SEQUENCE not in sizes and (where := self.task.folded.traced.length_fixed):
+                raise PlanError(
+                    f"cp {cp} cuts a sequence, but the model runs at the length of the example only: it is a number",
+                    where=where,
+                    fix="leave cp out, or take the length from the tensors there, as x.shape[1], without a branch on "
+                    "it; a recurrence over single tokens is written for a number of them",
+                )
             if SEQUENCE not in sizes:
                 raise PlanError(
                     f"cp {cp} cuts a sequence, but no input of the model has one",

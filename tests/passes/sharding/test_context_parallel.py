@@ -105,31 +105,89 @@ class Queries(Base):
         return F.cross_entropy(self.head(read.transpose(1, 2).flatten(2).mean(1)), labels[:, 0])
 
 
+class Sparse(Base):
+    """Attention to three tokens each, written into a mask that is made like the tokens' numbers."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        chosen = (self.mix(x) @ x.transpose(1, 2)).topk(3, -1).indices.to(torch.int32)
+        hidden = chosen.new_ones((*x.shape[:2], x.shape[1]), dtype=torch.bool).scatter(-1, chosen.long(), False)
+        read = F.scaled_dot_product_attention(*(y.unsqueeze(1) for y in (x, x, x * x)), attn_mask=~hidden[:, None])
+        return F.cross_entropy(self.head(read.squeeze(1)).transpose(1, 2), labels)
+
+
 class Pointwise(Base):
     """A linear written as a convolution whose kernel has one element, as in SqueezeBERT."""
 
-    def __init__(self, kernel: int = 1) -> None:
+    def __init__(self, kernel: int = 1, groups: int = 2) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, kernel, padding=kernel // 2, groups=2)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, kernel, padding=kernel // 2, groups=groups)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x, conv = self.vectors(ids).transpose(1, 2), self.conv
-        x = torch.tanh(F.conv1d(x, conv.weight, conv.bias, padding=conv.padding[0], groups=2))
+        x = torch.tanh(F.conv1d(x, conv.weight, conv.bias, padding=conv.padding[0], groups=conv.groups))
         return F.cross_entropy(self.head(x.transpose(1, 2)).transpose(1, 2), labels)
 
 
 class Neighbours(Pointwise):
-    """A convolution that reads three tokens."""
+    """A convolution that reads three tokens, and all channels of these."""
 
     def __init__(self) -> None:
-        super().__init__(3)
+        super().__init__(3, 1)
+
+
+class ShortConv(Base):
+    """A gated convolution of each channel over three tokens, before attention, as in LFM2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
+        self.split = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        for _ in range(2):
+            before, after, y = self.split(x).transpose(1, 2).chunk(3, 1)
+            x = x + self.mix((after * self.conv(before * y)[..., : x.shape[1]]).transpose(1, 2))
+            heads = x.unflatten(-1, (8, -1)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
+class Looped(Base):
+    """A loop over tokens, which a trace holds for one number of them."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        last, states = x[:, 0], []
+        for i in range(x.shape[1]):
+            last = torch.tanh(self.mix(last + x[:, i]))
+            states.append(last)
+        return F.cross_entropy(self.head(torch.stack(states, 1)).transpose(1, 2), labels)
+
+
+class Tabled(Base):
+    """A check of the number of positions."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        if ids.shape[1] != TOKENS:
+            raise ValueError("another length than that of the table")
+        return F.cross_entropy(self.head(self.vectors(ids)).transpose(1, 2), labels)
 
 
 class Running(Base):
-    """A cumulative sum over tokens."""
+    """A decayed cumulative sum over tokens for each head, whose decay is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.register_buffer("scale", torch.linspace(1, 2, WIDTH))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.vectors(ids).cumsum(1)).transpose(1, 2), labels)
+        x = self.vectors(ids).unflatten(-1, (WIDTH, 1))
+        steps = torch.arange(x.shape[1])[None, :, None, None] * self.decay.sigmoid()[:, None] * self.scale[:, None]
+        x = x * self.decay[:, None] + (x * steps.exp()).cumsum(1) * (-steps).exp()
+        return F.cross_entropy(self.head(x.flatten(2)).transpose(1, 2), labels)
 
 
 class Flattened(Base):
@@ -142,11 +200,12 @@ class Flattened(Base):
 
 
 class Dropped(Base):
-    """Dropout of rows in which samples and tokens are merged."""
+    """Dropout of rows of all tokens in the order of a sort."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.vectors(ids)
-        rows = F.dropout(x.flatten(0, 1), 0.5, training=True)
+        order = x[..., 0].flatten().argsort()
+        rows = F.dropout(x.flatten(0, 1)[order], 0.5, training=True)[order.argsort()]
         return F.cross_entropy(self.head(rows.view(x.shape)).transpose(1, 2), labels)
 
 
@@ -162,7 +221,19 @@ def traced(model: nn.Module) -> autoptd.TracedModel:
     return autoptd.trace(model.double(), inputs=dict(batch()), precision="fp64")
 
 
-GATHERED = [FirstToken, MeanToken, Shifted, ShiftedTwice, WrittenOut, Span, Queries, Pointwise]
+GATHERED = [
+    FirstToken,
+    MeanToken,
+    Shifted,
+    ShiftedTwice,
+    WrittenOut,
+    Span,
+    Queries,
+    Sparse,
+    Pointwise,
+    ShortConv,
+    Running,
+]
 
 
 @pytest.mark.parametrize("model", GATHERED)
@@ -231,15 +302,23 @@ def test_tokens_are_gathered_only_by_what_sums_them(model: type[Base], gathers: 
     ("model", "says"),
     [
         (Neighbours, "conv1d mixes positions: it needs all tokens of transpose"),
-        (Running, "cumsum mixes positions: it needs all tokens of tanh"),
         (Flattened, "softmax mixes positions: it needs all tokens of flatten"),
-        (Dropped, "dropout of rows that merge tokens with samples: its mask would depend on cp"),
+        (Dropped, "dropout of rows in another order than that of tokens: its mask would depend on cp"),
     ],
 )
 def test_what_mixes_positions_is_refused(model: type[Base], says: str) -> None:
     with pytest.raises(PlanError, match=f"cp 2: {says}") as error:
         split_tokens(traced(model()).folded, 2, TOKENS)
     assert "test_context_parallel.py" in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("model", "line"), [(Looped, "for i in range(x.shape[1]):"), (Tabled, "if ids.shape[1] != TOKENS:")]
+)
+def test_a_length_that_is_a_number_is_refused_with_the_line_that_needs_it(model: type[Base], line: str) -> None:
+    with pytest.raises(PlanError, match="cp 2 cuts a sequence, but the model runs at the length of the example") as e:
+        autoptd.plan(traced(model()), world=2, cluster="dgx-h100", batch=SAMPLES, precision="fp64", fix={"cp": 2})
+    assert "test_context_parallel.py" in e.value.where and line in e.value.where
 
 
 def test_a_causal_sequence_is_cut_into_two_chunks_a_rank() -> None:

@@ -85,8 +85,12 @@ def product_of_neighbours(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> T
     return x + (x.gather(1, order[..., None].expand(x.shape)).flatten(0, 1) * x.flatten(0, 1)).view(x.shape)
 
 
+def test_a_capacity_in_the_order_of_tokens_is_counted_for_some_experts_on_each_rank() -> None:
+    assert difference(capacity_of_rows) < 1e-10
+    assert difference(capacity_of_rows, cp=4) < 1e-10
+
+
 WRONG: dict[str, Body] = {
-    "capacity": capacity_of_rows,
     "largest": first_of_its_sample,
     "sorted tokens": product_of_neighbours,
     "numbers of flat rows": RIGHT["numbers of flat rows"],
