@@ -160,8 +160,9 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
 
     Raises MoreDraws if the model and the graph differ in the number of dropout calls.
     """
+    copies = {name: x.clone() for name, x in batch.items()}  # the model may write to them
     with keyed, drawn_as_traced(model):
-        value = objective.value(model, batch)
+        value = objective.value(model, copies)
         if keyed.draws is not None and keyed.used < keyed.calls:
             raise MoreDraws(f"{keyed.used} instead of {keyed.calls}")
         _run_backward(value)
