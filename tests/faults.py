@@ -145,6 +145,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "randomness": {
         "masks differ on replicas": "tensor-parallel ranks drop different elements of a replicated tensor",
+        "masks of selected rows": "what is dropped of a row that a mask selects depends on which others are selected",
         "masks by stage": "dropped elements depend on the cut into stages",
         "masks drawn anew": "recomputation drops other elements than the first pass",
         "masks that repeat": "every step drops the same elements",

@@ -334,7 +334,7 @@ def _without_writes(program: ExportedProgram, sizes: set[sympy.Symbol]) -> Any:
         for node in reversed(list(graph.nodes)):
             if op_name(node) == "detach_" and not node.users:  # of a constant, such as the number of an expert
                 graph.erase_node(node)
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))  # numbers are drawn by key
     return SimpleNamespace(graph=graph, graph_signature=program.graph_signature, constants=program.constants)
 
 

@@ -61,7 +61,7 @@ class Traced:
     left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
     written: frozenset[str] = frozenset()  # inputs that forward writes to; in the graph, to copies of them
     settled: bool = False  # whether forward replaces modules in its first pass: the graph is of the model after that
-    random_calls: int = 0  # of a forward pass; each node that draws has its number in `meta[CALL]`
+    random_calls: list[str] = field(default_factory=list)  # modules of these calls; a node's number is `meta[CALL]`
     loops: bool = False  # loops over samples were written as one pass
 
     @property
