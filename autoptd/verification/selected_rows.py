@@ -1,4 +1,4 @@
-"""Selected rows in the plain model: the mask whose rows a tensor holds, as an expert of a mixture has those that chose it.
+"""The mask whose true elements are the rows of a tensor, in the plain model: an expert gets the rows that chose it.
 
     i, t = torch.where(mask)      a row for each true element of the mask, in their order
     h = expert(x[t])              so are they: a result of as many rows, computed from rows of the mask
