@@ -131,6 +131,12 @@ def writes_through_view(node: fx.Node) -> bool:
     return _is_write(node) and any(map(is_view, (node.args[0], *node.args[0].users)))  # type: ignore[arg-type,union-attr]
 
 
+def writes_to(node: fx.Node) -> list[fx.Node]:
+    """Return the writes to the memory of a tensor, those before it is made among them."""
+    root = _root(node)
+    return list(filter(_is_write, (root, *_sharing(root))))
+
+
 def is_view(node: fx.Node) -> bool:
     """Return whether the result of a node may share memory with an argument that the node does not write to."""
     if node.target in (aten.contiguous.default, aten.type_as.default):

@@ -84,7 +84,12 @@ def _ragged(error: BaseException) -> str:
 
 def may_loop(error: TraceError) -> bool:
     """Return whether a model may be traced if loops over samples are recorded, and inputs of equal rows are known."""
-    return bool(re.search(r"depends on data|from a tensor's data|bakes the batch size|cannot be traced", error.what))
+    return bool(
+        re.search(
+            r"depends on data|depends on whether a mask|from a tensor's data|bakes the batch size|cannot be traced",
+            error.what,
+        )
+    )
 
 
 def _what_depends(text: str) -> str:
