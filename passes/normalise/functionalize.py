@@ -45,6 +45,50 @@ def remove_mutation(graph: fx.Graph, traced: Traced) -> None:
             user.replace_input_with(written, result)
 
 
+def write_out_as_copy(graph: fx.Graph) -> None:
+    """Rewrite `op(x, out=y)` as `y.copy_(op(x))`, if y has the shape of the result: other tensors are resized."""
+    for node in _writes(graph):
+        written = _written(node)
+        name = next((k for k, x in node.kwargs.items() if x is written), "")
+        form = _without_out(node.target) if name else None  # type: ignore[arg-type]
+        value = written.meta.get("val")
+        if form is None or not isinstance(value, torch.Tensor):
+            continue
+        kwargs = {k: x for k, x in node.kwargs.items() if k != name}
+        takes = [{a.name for a in op._schema.arguments} for op in (form, node.target)]  # type: ignore[union-attr]
+        if "dtype" in takes[0] - takes[1]:
+            kwargs |= {"dtype": value.dtype, "device": value.device}
+        with value.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            made = form(
+                *substitute(node.args, lambda n: n.meta["val"]),
+                **{k: substitute(x, lambda n: n.meta["val"]) for k, x in kwargs.items()},
+            )
+        if made.shape != value.shape:
+            continue
+        with graph.inserting_before(node):
+            result = graph.call_function(form, node.args, kwargs)
+        result.meta = {**node.meta, "val": made}
+        node.target, node.args, node.kwargs = aten.copy_.default, (written, result), {}
+
+
+def _without_out(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Return the form of an op that makes its only result itself."""
+    results = [a for a in target._schema.arguments if a.alias_info is not None]
+    given = [(a.name, str(a.type)) for a in target._schema.arguments if a not in results and a.name not in _OF_NEW]
+    packet = target.overloadpacket
+    if len(results) != 1:
+        return None
+    for name in packet.overloads():
+        form = getattr(packet, name)
+        own = [(a.name, str(a.type)) for a in form._schema.arguments if a.name not in _OF_NEW]
+        if not form._schema.is_mutable and own == given:
+            return form  # type: ignore[no-any-return]
+    return None
+
+
+_OF_NEW = ("dtype", "layout", "device", "pin_memory")  # arguments of a form that makes a tensor of numbers
+
+
 def refuse_writes_to_out(graph: fx.Graph) -> None:
     """Raise UnsupportedOp for an op that writes to a tensor passed as `out`."""
     for node in _writes(graph):
@@ -52,8 +96,7 @@ def refuse_writes_to_out(graph: fx.Graph) -> None:
             raise UnsupportedOp(
                 f"{node.target} writes to the tensor passed as out=",
                 where=source_line(node),
-                fix="use the returned tensor; a module that updates its buffers this way in training, such as a "
-                "spectral norm, can be put in eval mode",
+                fix="use the returned tensor, or pass one of its shape",
             )
 
 

@@ -72,7 +72,7 @@ def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> set[str]:
     """
     written = set[str]()
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in inputs]:
-        if any(_is_write(n) and _writes_first(n) and n.target is not aten.detach_.default for n in _sharing(node)):
+        if any(_is_write(n) and n.target is not aten.detach_.default for n in _sharing(node)):
             with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
                 copy = graph.call_function(aten.clone.default, (node,))
             copy.meta = dict(node.meta)
@@ -158,11 +158,11 @@ def _is_its_operand(node: fx.Node) -> bool:
 
 
 def _is_write(node: fx.Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.is_mutable
-        and isinstance(node.args[0], fx.Node)
-    )
+    """Return whether an op writes to its first argument."""
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    if schema is None or not schema.is_mutable or not isinstance(node.args[0], fx.Node):
+        return False
+    return schema.arguments[0].alias_info is not None and bool(schema.arguments[0].alias_info.is_write)
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -28,7 +28,7 @@ from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
-from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
+from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out, write_out_as_copy
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.normalise.view_writes import (
@@ -278,6 +278,7 @@ class _Exporter:
 
     def functional(self, program: torch.export.ExportedProgram, *, repeats: bool) -> torch.export.ExportedProgram:
         """Return a program without writes in place, of views or of torch.func's transforms traced once more."""
+        write_out_as_copy(program.graph)
         given = dict(zip(map(str, program.graph_signature.user_inputs), self.specs, strict=True))
         self.written.update(given[arg] for arg in copy_written_inputs(program.graph, given))
         _write_functionally(program)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import autoptd
-from autoptd.errors import AutoptdError, InputsError, TraceError, UnsupportedOp
+from autoptd.errors import AutoptdError, InputsError, TraceError
 from autoptd.models.load import load_model
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.passes.trace.unwrap import unwrap
@@ -212,6 +212,8 @@ CHANGED: dict[str, Callable[[Plain], object]] = {
     "parametrized": lambda model: parametrize.register_parametrization(model.middle, "weight", Symmetric()),
     "weight norm": lambda model: parametrizations.weight_norm(model.middle),
     "weight norm by hook": lambda model: torch.nn.utils.weight_norm(model.middle),
+    "spectral norm": lambda model: parametrizations.spectral_norm(model.middle),
+    "spectral norm by hook": lambda model: nn.utils.spectral_norm(model.middle),
     "spectral norm in eval mode": spectral,
     "orthogonal": lambda model: parametrizations.orthogonal(model.middle),
     "pruned": lambda model: prune.random_unstructured(model.middle, "weight", 0.5),
@@ -321,11 +323,6 @@ def locked(model: Plain) -> nn.Module:
     return model
 
 
-def spectral_in_training(model: Plain) -> nn.Module:
-    parametrizations.spectral_norm(model.middle)
-    return model
-
-
 REFUSED: dict[str, tuple[Callable[[Any], nn.Module], type[AutoptdError], str, str]] = {
     "data parallel": (nn.DataParallel, InputsError, "the model (DataParallel)", "model.module"),
     "data parallel inside": (
@@ -348,7 +345,6 @@ REFUSED: dict[str, tuple[Callable[[Any], nn.Module], type[AutoptdError], str, st
         "as an attribute of the module",
     ),
     "layers in a list": (in_a_list, InputsError, "no module registers", "nn.ModuleList"),
-    "a spectral norm in training": (spectral_in_training, UnsupportedOp, "out=", "eval mode"),
     "a lock": (locked, TraceError, "cannot be copied", "copy.deepcopy(model)"),
 }
 

@@ -180,6 +180,33 @@ def test_inputs_and_constants_are_read_as_written(write: Callable[[Tensor], obje
     assert_same(in_microbatches(model, traced, batch(), (1, 3, 2)), wanted)
 
 
+def made_by_out(self: nn.Module, h: Tensor) -> Tensor:
+    """Results written to tensors passed as `out`: new ones, views, an operand, of another dtype."""
+    y, weight = h.detach() * 2, self.second.weight
+    z, narrow, sums = torch.empty_like(y), torch.empty_like(y, dtype=torch.float32), torch.empty(WIDTH, dtype=y.dtype)
+    torch.clamp(y, -0.5, 0.5, out=y)
+    torch.add(y[..., 1], 1, out=y[..., 0])
+    torch.mul(y, y[:, :1], out=z)
+    torch.mul(y, 1 / 3, out=narrow)
+    torch.sum(weight.detach(), 0, out=sums)
+    unit = torch.eye(*weight.shape, out=torch.empty_like(weight))
+    return (h + y + z + narrow + sums) @ (weight - unit)
+
+
+def test_results_are_written_to_out() -> None:
+    assert_unchanged(model_of(made_by_out), batch())
+
+
+def resized(self: nn.Module, h: Tensor) -> Tensor:
+    return h + torch.mul(h.detach(), 2, out=torch.empty(0, dtype=h.dtype))
+
+
+def test_an_out_that_is_resized_is_refused() -> None:
+    with pytest.raises(UnsupportedOp, match="writes to the tensor passed as out=") as error:
+        normalised(model_of(resized), batch())
+    assert error.value.where and error.value.fix
+
+
 def added_to_detached(self: nn.Module, h: Tensor) -> Tensor:
     y = (2 * h).detach()
     y += self.second(h)
