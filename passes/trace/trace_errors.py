@@ -57,6 +57,8 @@ def explain(error: Exception) -> TraceError:
     where = _user_line(error) or _user_line_in(text)
     if ragged := _ragged(error):
         return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
+    if "its data is not allocated yet" in text:  # of a list of tensors that is made one, as indices
+        return UnsupportedOp(NUMBER_READ, where=where, fix=KEEP_TENSORS)
     if type(error).__name__ == "DataDependentOutputException":  # an op of torch that returns a number
         return UnsupportedOp(f"{NUMBER_READ} (by {error})", where=where, fix=KEEP_TENSORS)
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
