@@ -182,8 +182,8 @@ RATIOS: dict[str, Loss] = {
     "rows": lambda z, y, m: flat_ce(z, y, reduction="none").mean(),
     "rows_masked": lambda z, y, m: (flat_ce(z, y, reduction="none") * m.flatten()).sum() / m.sum(),
     "rows_by_sample": lambda z, y, m: (
-        ((flat_ce(z, y, reduction="none").view(len(y), -1) * m).sum(1) / (m.sum(1) + 1)).mean()
-    ),
+        (flat_ce(z, y, reduction="none").view(len(y), -1) * m).sum(1) / (m.sum(1) + 1)
+    ).mean(),
     "rows_soft": lambda z, y, m: (flat_ce_soft(z, y, reduction="none", label_smoothing=0.1) * m.flatten()).mean(),
     "rows_weighted": lambda z, y, m: flat_ce(z, positive(y), reduction="none", weight=class_weights()).mean(),
     "rows_nll": lambda z, y, m: (

@@ -97,6 +97,10 @@ FAULTS: dict[str, dict[str, str]] = {
         "tied shards apart": "stages that share a parameter add up shards with different offsets",
         "ties cut": "two chunks of a rank hold separate copies of one parameter",
     },
+    "inputs": {
+        "an input read as it was given": "what reads an input after forward has written to it sees the old numbers",
+        "one input written, another read": "two inputs share their memory, and one is written to (it is refused)",
+    },
     "buffers": {
         "stale gradients": "gradients are added to those of the previous step",
         "a lost view": "the optimizer reads a gradient that is not the buffer that was reduced",
@@ -141,6 +145,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "randomness": {
         "masks differ on replicas": "tensor-parallel ranks drop different elements of a replicated tensor",
+        "masks of selected rows": "what is dropped of a row that a mask selects depends on which others are selected",
         "masks by stage": "dropped elements depend on the cut into stages",
         "masks drawn anew": "recomputation drops other elements than the first pass",
         "masks that repeat": "every step drops the same elements",

@@ -46,7 +46,8 @@ def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
             sizes = tuple(int(sympy.sympify(n).subs(values)) for n in x.shape[1:])
             name = traced.inputs[node.name]
             value = tuple(traced.known[name].flatten().tolist()) if name in traced.known else ()
-            found[name] = InputSpec(x.dtype, sizes, symbols, traced.rows.get(name, PLAIN), value)
+            rows = traced.rows.get(name, PLAIN)
+            found[name] = InputSpec(x.dtype, sizes, symbols, rows, value, written=name in traced.written)
     return {name: found[name] for name in traced.inputs.values()}
 
 

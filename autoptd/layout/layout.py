@@ -68,6 +68,7 @@ class InputSpec:
     symbols: tuple[str, ...]
     rows: SampleRows = PLAIN  # of the user's tensor, from which the program's is made
     value: tuple[int, ...] = ()  # numbers of every sample that the program is made for; (): any
+    written: bool = False  # forward writes to it, the program to a copy of it
 
     @property
     def text(self) -> str:

@@ -113,6 +113,25 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
                 )
 
 
+def check_written(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> None:
+    """Raise InputsError for an input that the model writes to if, in one process, that might write to another as well.
+
+    The program writes to a copy. Leaves what is no batch of tensors to `cut_batch`.
+    """
+    given = dict(batch) if isinstance(batch, Mapping) else {}
+    given = {name: x for name, x in given.items() if isinstance(x, Tensor) and not x.is_meta}
+    for name in [name for name, x in given.items() if name in specs and specs[name].written]:
+        memory = given[name].untyped_storage().data_ptr()
+        others = [n for n, x in given.items() if n != name and x.untyped_storage().data_ptr() == memory]
+        if others or not given[name].is_contiguous():
+            which = f"shares its memory with {others[0]!r}" if others else "is not contiguous: a view may be a copy"
+            raise InputsError(
+                f"the model writes to {name!r}, which {which}",
+                where=name,
+                fix=f"give {name}.clone(memory_format=torch.contiguous_format)",
+            )
+
+
 def _short(numbers: tuple[int, ...]) -> str:
     return str(list(numbers)) if len(numbers) <= _SHOWN else f"[{', '.join(map(str, numbers[:_SHOWN]))}, …]"
 

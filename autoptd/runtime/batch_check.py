@@ -26,6 +26,7 @@ from autoptd.runtime.batch import (
     by_sample,
     check_multiples,
     check_specs,
+    check_written,
     cut_batch,
     digest,
     sample_count,
@@ -52,7 +53,9 @@ class Agreement:
         """Return this rank's microbatches, or a substitute's. In a world of one rank, raises InputsError at once."""
         self._fault = None
         try:
-            batch = by_sample(self._layout.nest.flat(batch), self._layout.specs)
+            flat = self._layout.nest.flat(batch)
+            check_written(flat, self._layout.specs)
+            batch = by_sample(flat, self._layout.specs)
             found = self._cut(batch, microbatches)
         except InputsError as error:
             if self._comm.world.size == 1 or not self._layout.specs:

@@ -104,7 +104,7 @@ def train_alone(
     for step, batch in enumerate(batches):
         stepper.zero_grad()
         with eager_flex_attention():
-            value = objective.value(model, objective.nest.flat(batch))
+            value = objective.value(model, {n: x.clone() for n, x in objective.nest.flat(batch).items()})
         value.backward()
         parameters = list(model.parameters())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))

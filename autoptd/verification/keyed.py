@@ -10,26 +10,27 @@ Every call of torch in the model's forward and backward passes goes through `Key
     the k-th dropout of a forward pass          by the mask of the node that was traced from its k-th random call
     the k-th other random op                    likewise, below autograd (`keyed_draws.py`)
 
-The index k follows from torch's random state: activation checkpointing recomputes from the state that it saved.
+What k is, `call_numbers.py` says. Dropout of rows that a mask selects takes those of the mask of all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey
 from autoptd.passes.trace.traced import PRECISIONS
+from autoptd.verification.call_numbers import CallNumbers, MoreDraws
 from autoptd.verification.keyed_draws import Draw, DrawsOfProgram
+from autoptd.verification.selected_rows import SelectedRows
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
@@ -51,25 +52,38 @@ def float64_by_default() -> Iterator[None]:
 class Keyed(TorchFunctionMode):
     """The mode described in the module docstring.
 
-    draws: by the number of their call in a forward pass; None disables dropout. calls: how many there are, also those
-    whose numbers nothing reads. used: how many there were so far.
+    draws: by the number of their call in a forward pass; None disables dropout. calls: the modules of all calls, also
+    of those whose numbers nothing reads.
     """
 
     draws: Mapping[int, Draw] | None
-    calls: int
+    calls: Sequence[str]
     rng: DropoutKey
     precision: str
     wide: bool = True  # whether the model's code itself uses float64; if not, `dtype=x.dtype` means the planned type
-    seen: dict[bytes, int] = field(default_factory=dict)
     _before: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._below = DrawsOfProgram(self._next, self._leave_out, self.rng)
+        rows = {call for call, draw in (self.draws or {}).items() if draw.rows}
+        self._numbers = CallNumbers(self.calls, rows)
+        self._rows = SelectedRows() if rows else None
+        self._below = DrawsOfProgram(self._next, lambda draw: self._numbers.leave_out(draw.call, draw.layer), self.rng)
 
-    @property
-    def used(self) -> int:
-        return len(self.seen)
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[Keyed]:
+        """Run a model within."""
+        with self:
+            self._numbers.start(model)
+            try:
+                yield self
+            finally:
+                self._numbers.stop()
+
+    def check(self) -> None:
+        """Raise MoreDraws if the model drew less often than its graph in a forward pass."""
+        if self.draws is not None:
+            self._numbers.check()
 
     def __enter__(self) -> Keyed:
         """Also patch functions that torch's own Python code calls by name, which bypasses a mode."""
@@ -89,6 +103,12 @@ class Keyed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        made = self._called(func, args, kwargs)
+        if self._rows is not None:
+            self._rows.note(func, args, kwargs or {}, made)
+        return made
+
+    def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         dropout, attention = self._before[:2]
         if func in _LITERALS:
             return self._literal(func, args, dict(kwargs or {}))
@@ -124,8 +144,19 @@ class Keyed(TorchFunctionMode):
         draw = self._next()
         if draw is None:
             return input
-        made = ops.dropout(input, p, key=draw.key, rng=self.rng, samples=draw.samples)
+        if draw.rows:
+            made = input * self._mask_of_rows(input, p, draw)
+        else:
+            made = ops.dropout(input, p, key=draw.key, rng=self.rng, samples=draw.samples)
         return input.copy_(made) if inplace else made
+
+    def _mask_of_rows(self, input: Tensor, p: float, draw: Draw) -> Tensor:
+        """Return what the program multiplies these rows of all by."""
+        mask = None if self._rows is None else self._rows.mask(input)
+        if mask is None:
+            raise MoreDraws("it is not known which rows these are")
+        every = input.new_ones(mask.numel(), *input.shape[1:])
+        return ops.dropout(every, p, key=draw.key, rng=self.rng, samples=draw.samples)[mask.flatten()]
 
     def _attention(self, *args: Any, **options: Any) -> Tensor:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -152,21 +183,7 @@ class Keyed(TorchFunctionMode):
         """Return the draw of this call; None if its numbers are read by nothing, or dropout is disabled."""
         if self.draws is None:
             return None
-        state = torch.get_rng_state().numpy().tobytes()
-        index = self.seen.setdefault(state, len(self.seen))
-        with _disable_current_modes():
-            torch.rand(())
-        if index >= self.calls:
-            raise MoreDraws
-        return self.draws.get(index)
-
-    def _leave_out(self, draw: Draw) -> None:
-        """Count the calls of a layer that the model skips."""
-        self.seen |= {f"{draw.key} {i}".encode(): len(self.seen) + i for i in range(draw.layer)}
-
-
-class MoreDraws(RuntimeError):
-    """The model draws more often, or less often, than its graph."""
+        return self.draws.get(self._numbers.take())
 
 
 def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class Draw:
     and the probability to drop of a mask.
 
     layer: number of calls in the layer that is skipped where a single mask is 0.
+    rows: whether it draws for all rows of which the model computes some.
     """
 
     key: str
@@ -39,6 +40,7 @@ class Draw:
     samples: SamplePosition
     dropped: float | None = None
     layer: int = 0
+    rows: bool = False
 
 
 class DrawsOfProgram(TorchDispatchMode):

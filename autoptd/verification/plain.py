@@ -22,7 +22,7 @@ from autoptd.compile.traced import TracedModel
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey, SamplePosition, Samples
 from autoptd.passes.batch.batch_dims import counts_samples, sample_place
-from autoptd.passes.graph import CALL, info
+from autoptd.passes.graph import CALL, OF_ROWS, info
 from autoptd.passes.hidden_matrices import hidden_matrices
 from autoptd.passes.known.known import drawn_as_traced
 from autoptd.passes.random.skipped_layers import skipping_masks
@@ -31,7 +31,7 @@ from autoptd.passes.trace.skeleton import settle
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.optimizers.groups import choose
 from autoptd.verification.copies import copied
-from autoptd.verification.keyed import TYPES, Draw, Keyed, MoreDraws
+from autoptd.verification.keyed import TYPES, Draw, Keyed
 
 aten = torch.ops.aten
 Batch = Mapping[str, Tensor]
@@ -66,7 +66,8 @@ def draws_of(source: TracedModel, batch: Batch) -> list[Draw] | None:
                 return None
             dropped = float(node.args[1]) if node.target is ops.dropout_mask else None  # type: ignore[arg-type]
             call = node.meta[CALL]
-            found.append(Draw(f"{segment.index}.{i}", call, samples, dropped, last.get(node, call) - call))
+            layer, of_rows = last.get(node, call) - call, OF_ROWS in node.meta
+            found.append(Draw(f"{segment.index}.{i}", call, samples, dropped, layer, of_rows))
     return found
 
 
@@ -160,10 +161,10 @@ def one_pass(model: nn.Module, batch: Batch, objective: Objective, keyed: Keyed)
 
     Raises MoreDraws if the model and the graph differ in the number of dropout calls.
     """
-    with keyed, drawn_as_traced(model):
-        value = objective.value(model, batch)
-        if keyed.draws is not None and keyed.used < keyed.calls:
-            raise MoreDraws(f"{keyed.used} instead of {keyed.calls}")
+    copies = {name: x.clone() for name, x in batch.items()}  # the model may write to them
+    with keyed.of(model), drawn_as_traced(model):
+        value = objective.value(model, copies)
+        keyed.check()
         _run_backward(value)
     return float(value.detach())
 

@@ -16,8 +16,9 @@ from autoptd.compile.program import make_program, read_sharding
 from autoptd.errors import CannotVerify
 from autoptd.layout.layout import Layout
 from autoptd.progress import Progress, Silent
+from autoptd.verification.call_numbers import MoreDraws
 from autoptd.verification.inputs import USER_ERRORS, Batch, try_batches
-from autoptd.verification.keyed import TYPES, Draw, MoreDraws, float64_by_default
+from autoptd.verification.keyed import TYPES, Draw, float64_by_default
 from autoptd.verification.plain import NoReference, PlainStep, draws_of, train_plain, widened
 from autoptd.verification.smaller.smaller import Subject
 

@@ -22,7 +22,7 @@ def train_alone(model: nn.Module, batch: Batch, loss_of: Loss | None = None, tar
     """
     nest = Nest.of(batch)
     objective, _ = read_objective(loss_of, {}, {n: batch[n] for n in targets} or None, nest)
-    loss = objective.value(model, nest.flat(batch))
+    loss = objective.value(model, {name: x.clone() for name, x in nest.flat(batch).items()})
     loss.backward()
     if not torch.isfinite(loss):
         raise ValueError(f"the loss is {loss}")

@@ -5,6 +5,8 @@
         if row.numel() == 0: continue                    likewise
         out.index_add_(0, row, expert(x[row]))
 
+    if mask.any(): x[mask] = made                        the branch is a turn as well; so is `if not mask.all()`
+
 The trace takes every turn. That is exact if a turn without rows changes nothing: two more traces leave out every second
 turn, and must equal the full one without the writes of these turns' rows. Rows are known by the symbol of their number,
 which torch.export makes for each `where` and `nonzero`. A mask of no choices is one that only zeros sum to zero in.
@@ -12,25 +14,23 @@ which torch.export makes for each `where` and `nonzero`. A mask of no choices is
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import sympy
 import torch
-from torch import SymBool, Tensor, fx
+from torch import SymBool, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.errors import UnsupportedOp
-from autoptd.passes.graph import op_name, source_line
-from autoptd.passes.normalise.drop import drop_asserts
+from autoptd.passes.graph import source_line
+from autoptd.passes.loops.without_rows import rows_of, without_rows
 from autoptd.passes.random.skipped_layers import equal_programs
 from autoptd.passes.traced_reads import WRITES, eager
 
@@ -66,6 +66,14 @@ class _Count:
     classes: tuple[int, int] | None = None  # dim, and how many of its entries may be other than zero
     total: bool = False  # sums over all dims but the first
     chosen: bool = False  # whether these are above zero
+
+
+@dataclass(frozen=True)
+class _Some:
+    """A number that says whether a mask has anything, or whether it has all."""
+
+    mask: Tensor
+    every: bool
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,8 @@ class TurnsOnRows(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling() or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         first = self._what(args[0])
+        if isinstance(first, _Some) and func == Tensor.__bool__:
+            return self._answer(first)
         if isinstance(first, _Hits) and name == "unbind":
             return self._each(first, as_numbers=False)
         if name == "unbind" and first is None and args[0].ndim and self._counts_rows(args[0].shape[0]):
@@ -174,7 +184,9 @@ class TurnsOnRows(TorchFunctionMode):
         if not isinstance(made, Tensor) or made in self.known:
             return
         found: object = None
-        if isinstance(first, _Hits) and name in _OF_HITS:
+        if name in ("any", "all") and args[0].dtype is torch.bool and len(args) == 1 and not kwargs:
+            found = _Some(args[0], name == "all")
+        elif isinstance(first, _Hits) and name in _OF_HITS:
             with eager():
                 form = getattr(first.form, name)(*args[1:], **kwargs)
             found = _Hits(first.mask, form)
@@ -207,6 +219,13 @@ class TurnsOnRows(TorchFunctionMode):
         if over == set(range(1, args[0].ndim)) and made.ndim == 1:
             return replace(mask, mask=args[0], total=True, chosen=name == "any")
         return None
+
+    def _answer(self, some: _Some) -> bool:
+        """Return what a branch on a mask takes: that it has some, or that it lacks some."""
+        key, mask = self._next(), ~some.mask if some.every else some.mask
+        size: Any = torch.nonzero(mask).shape[0]
+        self.turns.rows.setdefault(key, set()).add(size.node.expr)
+        return some.every == (key in self.turns.without)
 
     def _note_rows(self, made: Any, first: object, mask: Tensor) -> None:
         index = made[0] if isinstance(made, (tuple, list)) else made
@@ -310,36 +329,12 @@ def prove_turns(full: ExportedProgram, turns: RowTurns, trace: Callable[[RowTurn
     for without in turns.halves():
         sizes = {symbol for key in without for symbol in turns.rows[key]}
         other = RowTurns(without)
-        part = _without_writes(trace(other), set())
+        part = trace(other)
+        part = without_rows(part, {symbol for key in without for symbol in other.rows.get(key, ())})
         asked = {key for key in turns.rows if not any(key[: len(k)] == k != key for k in without)}
-        if other.rows.keys() != asked or not equal_programs(_without_writes(full, sizes), part):
+        if other.rows.keys() != asked or not equal_programs(without_rows(full, sizes), part):
             raise UnsupportedOp(
                 "a branch depends on whether a mask selects any rows, and more than the writes of these rows does",
-                where=next((source_line(n) for n in full.graph.nodes if _rows_of(n) & sizes), ""),
+                where=next((source_line(n) for n in full.graph.nodes if rows_of(n) & sizes), ""),
                 fix="compute the same without the branch: no rows add nothing, by index_add or x[mask] = rows",
             )
-
-
-def _without_writes(program: ExportedProgram, sizes: set[sympy.Symbol]) -> Any:
-    """Return a copy of a program without the writes of rows of these numbers, and without what is not read."""
-    graph = copy.deepcopy(program.graph)
-    for node in list(graph.nodes):
-        if op_name(node).rstrip("_") in ("index_add", "index_put", "masked_scatter", "index_copy"):
-            rows = next((x for x in reversed(node.all_input_nodes) if _rows_of(x) & sizes), None)
-            if rows is not None:
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
-    for _ in range(2):
-        drop_asserts(graph, None)  # type: ignore[arg-type]
-        for node in reversed(list(graph.nodes)):
-            if op_name(node) == "detach_" and not node.users:  # of a constant, such as the number of an expert
-                graph.erase_node(node)
-        graph.eliminate_dead_code()
-    return SimpleNamespace(graph=graph, graph_signature=program.graph_signature, constants=program.constants)
-
-
-def _rows_of(node: fx.Node) -> set[sympy.Symbol]:
-    """Return the symbols of the first size of a tensor."""
-    value = node.meta.get("val")
-    size = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
-    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()

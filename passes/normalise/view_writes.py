@@ -65,6 +65,22 @@ def write_views_functionally(graph: fx.Graph, buffers: Collection[str] = ()) -> 
         output_of(graph).kwargs = {group.root.name: group.now[group.root] for group in groups if group.is_buffer}
 
 
+def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> set[str]:
+    """Let forward write to copies of `inputs`, placeholders, and return those that it writes to.
+
+    All readers read the copy, as views of it if they read views, so that they see what is written, when it is written.
+    """
+    written = set[str]()
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in inputs]:
+        if any(_is_write(n) and n.target is not aten.detach_.default for n in _sharing(node)):
+            with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+                copy = graph.call_function(aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)  # type: ignore[misc]
+            written.add(node.name)
+    return written
+
+
 def copy_detached(graph: fx.Graph) -> None:
     """Copy detached tensors that are written to, as in `y = x.detach(); y += p`, where y has the gradient of p.
 
@@ -115,10 +131,18 @@ def writes_through_view(node: fx.Node) -> bool:
     return _is_write(node) and any(map(is_view, (node.args[0], *node.args[0].users)))  # type: ignore[arg-type,union-attr]
 
 
+def writes_to(node: fx.Node) -> list[fx.Node]:
+    """Return the writes to the memory of a tensor, those before it is made among them."""
+    root = _root(node)
+    return list(filter(_is_write, (root, *_sharing(root))))
+
+
 def is_view(node: fx.Node) -> bool:
     """Return whether the result of a node may share memory with an argument that the node does not write to."""
     if node.target in (aten.contiguous.default, aten.type_as.default):
         return _is_its_operand(node)
+    if node.target is operator.getitem:  # of the parts that `chunk` or `unbind` gives
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     return isinstance(node.target, torch._ops.OpOverload) and any(
         a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments
     )
@@ -134,11 +158,11 @@ def _is_its_operand(node: fx.Node) -> bool:
 
 
 def _is_write(node: fx.Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.is_mutable
-        and isinstance(node.args[0], fx.Node)
-    )
+    """Return whether an op writes to its first argument."""
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    if schema is None or not schema.is_mutable or not isinstance(node.args[0], fx.Node):
+        return False
+    return schema.arguments[0].alias_info is not None and bool(schema.arguments[0].alias_info.is_write)
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import fx
 
 from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_samples, makes_new, place_by_shape, sample_place
-from autoptd.passes.graph import CALL, WRITTEN_FOR, info, operands, user_op_name, write_op
+from autoptd.passes.graph import CALL, WRITTEN_FOR, info, module_path, operands, user_op_name, write_op
 from autoptd.passes.opcall import TensorInfo, is_random
 from autoptd.passes.random.distributions import DISTRIBUTIONS, Shape
 from autoptd.passes.rules.views import same
@@ -30,8 +30,8 @@ def number_calls(graph: fx.Graph, traced: Traced) -> None:
     """Number the random calls of a forward pass, also those whose results nothing reads: they are dropped later."""
     for node in graph.nodes:
         if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
-            node.meta[CALL] = traced.random_calls
-            traced.random_calls += 1
+            node.meta[CALL] = len(traced.random_calls)
+            traced.random_calls.append(module_path(node))
 
 
 def write_random_as_draws(graph: fx.Graph, traced: Traced) -> None:

@@ -9,8 +9,9 @@
 
 First a size that counts selected rows is named after all of them, and each selection becomes a `masked_rows` node
 (`row_selections.py`); when every op has its final form, ops of rows are followed by their rules, and reductions masked.
-Everything else that such rows can be used for depends on how many they are, and is refused: their order, their number,
-draws of random numbers.
+Dropout is drawn for all rows, so that what is dropped of a row does not depend on which others are selected. Everything
+else that such rows can be used for depends on how many they are, and is refused: their order, their number, other draws
+of random numbers.
 
 The fill is in the domain of most functions (0.5, 0 for integers, true for masks, so that attention sees something), so
 that rows that are not selected have finite gradients, which the mask makes zero.
@@ -27,7 +28,7 @@ from torch import fx
 from autoptd.passes.batch.batch_dims import SamplePlace, grows, makes_new
 from autoptd.passes.batch.batch_independence import SUMS, output_places
 from autoptd.passes.batch.rows import Order, Rows
-from autoptd.passes.graph import info, is_getitem, numel, op_call, operands, plain, write_op
+from autoptd.passes.graph import OF_ROWS, info, is_getitem, numel, op_call, operands, plain, write_op
 from autoptd.passes.normalise.drop import share_repeated
 from autoptd.passes.opcall import Size
 from autoptd.passes.random.draws import draws, given_of
@@ -84,6 +85,9 @@ class MaskedRows:
         mask, *others = {s.mask for s in given.values()}
         if others:
             refuse(node, "combines rows that different masks select")
+        if node.target is aten.dropout.default:  # whether an element is dropped does not depend on other rows
+            self.states[node], node.meta[OF_ROWS] = (given[0],), True
+            return
         if node.op == "output" or draws(node.target, node.args, node.kwargs):
             refuse(node, "draws random numbers for" if node.op != "output" else "returns", "rows that a mask selects")
         for written in (self._loss, self._mean, self._one_each):

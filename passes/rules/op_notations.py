@@ -111,7 +111,7 @@ def row_loss(reduction: int, weight: int | None = None) -> Notation:
 
 
 def class_loss(call: OpCall) -> str:
-    """Return the notation of cross entropy of logits [n, c, …]: rows and sums are split over all dims but the classes."""
+    """Return the notation of cross entropy of logits [n, c, …]: rows and sums are split over all but the classes."""
     logits, labels, *weight = call.operands
     reduction = call.arg(3, "reduction", 1)
     if reduction == 1 or logits.ndim < 2:

@@ -33,6 +33,7 @@ from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.normalise.view_writes import (
     copy_detached,
+    copy_written_inputs,
     refuse_writes_to_state,
     write_views_functionally,
     writes_through_view,
@@ -138,7 +139,7 @@ def _traced(
     traced.averaging, traced.rows, traced.left_out = averaging, rows, tuple(sorted(exporter.left_out))
     if known is not None:
         traced.loops, traced.known = True, {name: known.rows[name] for name in sorted(known.used)}
-    traced.own, traced.settled = own, exporter.settled
+    traced.own, traced.settled, traced.written = own, exporter.settled, frozenset(exporter.written)
     values = dict(model.named_buffers(remove_duplicate=False))
     traced.transient = frozenset(values) - set(model.state_dict(keep_vars=True))
     traced.constants |= {
@@ -192,6 +193,7 @@ class _Exporter:
     known: KnownInputs | None = None  # set if loops over samples are recorded
     settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
     left_out: set[str] = field(default_factory=set)  # places of checks of data
+    written: set[str] = field(default_factory=set)  # inputs that forward writes to
     turns: RowTurns = field(default_factory=RowTurns)
 
     def with_fixed_sizes(self) -> _Exporter:
@@ -281,6 +283,8 @@ class _Exporter:
 
     def functional(self, program: torch.export.ExportedProgram, *, repeats: bool) -> torch.export.ExportedProgram:
         """Return a program without writes in place, of views or of torch.func's transforms traced once more."""
+        given = dict(zip(map(str, program.graph_signature.user_inputs), self.specs, strict=True))
+        self.written.update(given[arg] for arg in copy_written_inputs(program.graph, given))
         _write_functionally(program)
         if repeats and _to_decompose(program.graph):
             return self.run_functional()

@@ -58,6 +58,8 @@ def explain(error: Exception) -> TraceError:
     where = user_line(error) or _user_line_in(text)
     if ragged := _ragged(error):
         return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
+    if "its data is not allocated yet" in text:  # of a list of tensors that is made one, as indices
+        return UnsupportedOp(NUMBER_READ, where=where, fix=KEEP_TENSORS)
     if type(error).__name__ == "DataDependentOutputException":  # an op of torch that returns a number
         return UnsupportedOp(f"{NUMBER_READ} (by {error})", where=where, fix=KEEP_TENSORS)
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
@@ -85,7 +87,12 @@ def _ragged(error: BaseException) -> str:
 
 def may_loop(error: TraceError) -> bool:
     """Return whether a model may be traced if loops over samples are recorded, and inputs of equal rows are known."""
-    return bool(re.search(r"depends on data|from a tensor's data|bakes the batch size|cannot be traced", error.what))
+    return bool(
+        re.search(
+            r"depends on data|depends on whether a mask|from a tensor's data|bakes the batch size|cannot be traced",
+            error.what,
+        )
+    )
 
 
 def _what_depends(text: str) -> str:

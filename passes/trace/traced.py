@@ -59,8 +59,9 @@ class Traced:
     rows: dict[str, SampleRows] = field(default_factory=dict)  # input -> its samples, if they are not rows of dim 0
     known: dict[str, Tensor] = field(default_factory=dict)  # input -> its row in every sample, if the graph is for that
     left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
+    written: frozenset[str] = frozenset()  # inputs that forward writes to; in the graph, to copies of them
     settled: bool = False  # whether forward replaces modules in its first pass: the graph is of the model after that
-    random_calls: int = 0  # of a forward pass; each node that draws has its number in `meta[CALL]`
+    random_calls: list[str] = field(default_factory=list)  # modules of these calls; a node's number is `meta[CALL]`
     length_fixed: str = ""  # what made a number of the length of sequences, if none is a symbol
     loops: bool = False  # loops over samples were written as one pass
 
@@ -71,6 +72,10 @@ class Traced:
         for name, row in sorted(self.known.items()):
             numbers = str(row.tolist()) if row.numel() <= _SHOWN else f"{row.flatten()[:_SHOWN].tolist()} …"
             notes.append(f"{name} must be {numbers} in every sample: the model reads these numbers in Python")
+        for name in sorted(self.written):
+            notes.append(
+                f"forward writes to the input {name}: here to a copy, so that the caller's tensor stays as it is"
+            )
         if self.settled:
             notes.append("forward replaces modules of the model in its first pass: planned is the model after that")
         if self.left_out:

@@ -212,6 +212,8 @@ CHANGED: dict[str, Callable[[Plain], object]] = {
     "parametrized": lambda model: parametrize.register_parametrization(model.middle, "weight", Symmetric()),
     "weight norm": lambda model: parametrizations.weight_norm(model.middle),
     "weight norm by hook": lambda model: torch.nn.utils.weight_norm(model.middle),
+    "spectral norm": lambda model: parametrizations.spectral_norm(model.middle),
+    "spectral norm by hook": lambda model: nn.utils.spectral_norm(model.middle),
     "spectral norm in eval mode": spectral,
     "orthogonal": lambda model: parametrizations.orthogonal(model.middle),
     "pruned": lambda model: prune.random_unstructured(model.middle, "weight", 0.5),

@@ -431,6 +431,46 @@ def test_layers_skipped_at_random_are_selected() -> None:
         assert names_of(found).count("where") == names_of(found).count("dropout_mask") == chosen
 
 
+class Comparing(Skipping):
+    """Layers that are skipped by another way to compare, of one number in a list too."""
+
+    def __init__(self, rate: float, skips: Callable[[float], Tensor]) -> None:
+        super().__init__(rate)
+        self.skips = skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.skips(self.rate):
+                continue
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("skips", "kept"),
+    [
+        (lambda p: torch.rand(()) <= p, 3),
+        (lambda p: not torch.rand(()) > p, 3),
+        (lambda p: not torch.rand(1) > p, 0),
+        (lambda p: torch.rand(()) >= p, 0),
+        (lambda p: not torch.rand(()) <= p, 0),
+    ],
+)
+def test_layers_are_skipped_at_their_rate(skips: Callable[[float], Tensor], kept: int) -> None:
+    """A layer that is kept, not skipped, at a rate is refused: its mask would have the rate of the other."""
+    model = Comparing(0.1, skips).double()
+    if kept:
+        assert names_of(normalised(model, batch())).count("dropout_mask") == kept
+        return
+    with pytest.raises(UnsupportedOp, match="a branch depends on a drawn number"):
+        normalised(model, batch())
+
+
+@pytest.mark.parametrize("skips", [lambda p: not torch.rand(1) > p, lambda p: torch.rand(()) < p])
+def test_no_layer_is_skipped_at_a_rate_of_0(skips: Callable[[float], Tensor]) -> None:
+    assert names_of(normalised(Comparing(0.0, skips).double(), batch())).count("linear") == 3
+
+
 def test_a_drawn_branch_that_does_more_is_refused_with_a_way_out() -> None:
     with pytest.raises(UnsupportedOp, match="a branch depends on a drawn number") as error:
         normalised(Skipping(0.1, others=True).double(), batch())

@@ -192,6 +192,10 @@ def slice_by_item(mask: Tensor) -> Tensor:
     return mask[: mask.sum().item()]
 
 
+def indices_in_a_list(mask: Tensor) -> Tensor:
+    return mask[tuple(mask.long().argmax(-1)), :]
+
+
 def line_of(text: str) -> int:
     lines, first = inspect.getsourcelines(Router)
     return first + next(i for i, line in enumerate(lines) if text in line)
@@ -210,11 +214,11 @@ def test_nonzero_is_refused_with_module_path_and_line() -> None:
     assert "aten.nonzero.default has a size that depends on data" in text
 
 
-@pytest.mark.parametrize("route", [branch_on_item, branch_on_tensor, slice_by_item])
+@pytest.mark.parametrize("route", [branch_on_item, branch_on_tensor, slice_by_item, indices_in_a_list])
 def test_data_dependence_is_refused_with_its_place(route: Callable[[Tensor], Tensor]) -> None:
     text = str(refusal(Model(route), x=torch.ones(6, WIDTH)))
     assert "where  decoder.router (test_trace.py:" in text
-    says = "read from a tensor's data" if route is slice_by_item else "depends on data"
+    says = "read from a tensor's data" if route in (slice_by_item, indices_in_a_list) else "depends on"
     assert says in text and "fix    " in text
 
 
