@@ -1,8 +1,9 @@
-"""`len(x)` of a tensor, as a size of the trace.
+"""`len(x)` of a tensor and `int(n / 4)` of a size, as sizes of the trace.
 
-Python makes an int of what `len` returns, so the tracer would take the length of the example for that of every batch.
-While a model is traced, the modules in which its code is written have a `len` of their own, which returns `x.size(0)`
-for tensors: the same number outside a trace.
+Python makes an int of what `len` and `int` return, so the tracer would take the length of the example for that of every
+batch. While a model is traced, the modules in which its code is written have a `len` of their own, which returns
+`x.size(0)` for tensors: the same number outside a trace. Where the number of samples would become a number without it,
+they have an `int` of their own too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+import sympy
+import torch
+from torch import SymFloat, SymInt, Tensor, nn
+from torch.utils._sympy.functions import TruncToInt
+
+from autoptd.passes.normalise.size_functions import in_sympy
 
 _LIBRARIES = frozenset({"autoptd", "torch"})  # whose own modules call `len` of sequences, or with ints expected
 
@@ -23,21 +29,50 @@ def tensor_len(x: Any) -> Any:
     return x.size(0) if isinstance(x, Tensor) and x.ndim else builtins.len(x)
 
 
+class _SizesToo(type):
+    """The class of a class that its code takes for `int`, and that leaves sizes sizes."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or not isinstance(args[0], (SymInt, SymFloat)):
+            return builtins.int(*args, **kwargs)
+        (x,) = args
+        return x if isinstance(x, SymInt) else _whole(x)
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, builtins.int)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, builtins.int)
+
+
+class SizeInt(int, metaclass=_SizesToo):
+    """`int`, of sizes as sizes."""
+
+
+def _whole(x: SymFloat) -> Any:
+    """Return a quotient of sizes without its fraction: a product of sizes if it is one, such as b in b * 4 / 4.0."""
+    whole = in_sympy(TruncToInt(x.node.expr))
+    if whole.has(sympy.floor, sympy.ceiling, sympy.Float):
+        return torch.sym_int(x)
+    return x.node.shape_env.create_symintnode(whole, hint=builtins.int(x.node.hint))
+
+
 @contextmanager
-def symbolic_len(model: nn.Module, loss: Callable[..., Any] | None = None) -> Iterator[None]:
+def symbolic_len(model: nn.Module, loss: Callable[..., Any] | None = None, ints: bool = False) -> Iterator[None]:
     """Give the packages of the model's classes and of the loss `tensor_len` for `len`; take it back at the end.
 
-    Modules with a `len` of their own keep it.
+    ints: also `SizeInt` for `int`. Modules with a `len` or `int` of their own keep it.
     """
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     names = {cls.__module__ for cls in classes} | {getattr(loss, "__module__", None) or type(loss).__module__}
     roots = {name.partition(".")[0] for name in names} - _LIBRARIES - sys.stdlib_module_names
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in roots]
-    changed = [vars(module) for module in modules if "len" not in vars(module)]
-    for space in changed:
-        space["len"] = tensor_len
+    ours = {"len": tensor_len, **({"int": SizeInt} if ints else {})}
+    changed = [(vars(module), name) for module in modules for name in ours if name not in vars(module)]
+    for space, name in changed:
+        space[name] = ours[name]
     try:
         yield
     finally:
-        for space in changed:
-            del space["len"]
+        for space, name in changed:
+            del space[name]

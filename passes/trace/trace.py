@@ -28,7 +28,7 @@ from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
-from autoptd.passes.normalise.functionalize import KEEP_STATE, refuse_writes_to_out
+from autoptd.passes.normalise.functionalize import refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
 from autoptd.passes.normalise.view_writes import (
@@ -50,7 +50,7 @@ from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, check_inputs, fixed_at, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
-from autoptd.passes.trace.trace_errors import explain, may_loop, not_copied, placed, user_line
+from autoptd.passes.trace.trace_errors import explain, may_loop, not_copied, not_functional, placed, user_line
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE, Averaging, Traced, canonical_names
 from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted
 
@@ -84,9 +84,12 @@ def trace(
             return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0])
         except TraceError as error:
             further = isinstance(error, UnsupportedOp) and error.where != first.where
-            if "bakes the batch size" in first.what and find_rows(inputs, count_samples(inputs)):
-                with suppress(TraceError):  # an input that has several rows for each sample may be one without samples
-                    return _traced(model, inputs, loss, precision, repeats, averaging, 0, several_rows=False)
+            ways = [{"ints": True}]
+            if find_rows(inputs, count_samples(inputs)):  # what has several rows per sample may be without samples
+                ways.append({"several_rows": False})
+            for way in ways if "bakes the batch size" in first.what else ():
+                with suppress(TraceError):
+                    return _traced(model, inputs, loss, precision, repeats, averaging, 0, **way)
             raise (error if further else first) from (error if further else first).__cause__
     return _traced(model, inputs, loss, precision, False, averaging, samples)
 
@@ -100,6 +103,7 @@ def _traced(
     averaging: Averaging,
     samples: int,
     several_rows: bool = True,
+    ints: bool = False,
 ) -> Traced:
     check_inputs(inputs)
     refuse_scripted(model)
@@ -116,7 +120,7 @@ def _traced(
     counted = [n for n, x in apart.items() if _counts_samples(x, batch) and n not in objective.targets]
     known = KnownInputs(samples, equal_rows(apart, counted)) if samples else None
     fixed = picture_dims(specs) | {(name, 1) for name, row in rows.items() if row.rows > 1}
-    exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known), OwnCalls()
+    exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known, ints=ints), OwnCalls()
     with record_own_calls(own):
         exporter, program = exporter.exported(repeats=repeats)
         because = exporter.because or fixed_at(program.graph_module, 1)
@@ -192,6 +196,7 @@ class _Exporter:
     because: str = ""  # what needs these as numbers
     known: KnownInputs | None = None  # set if loops over samples are recorded
     settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
+    ints: bool = False  # whether `int` of sizes gives sizes
     left_out: set[str] = field(default_factory=set)  # places of checks of data
     written: set[str] = field(default_factory=set)  # inputs that forward writes to
     turns: RowTurns = field(default_factory=RowTurns)
@@ -296,7 +301,7 @@ class _Exporter:
             try:
                 program = program.run_decompositions({})
             except RuntimeError as error:
-                raise _not_functional(error) from error
+                raise not_functional(error) from error
         refuse_writes_to_state(written, _changed(program, list(self.specs)))
         _name_new_buffers(program)
         return program
@@ -332,7 +337,7 @@ class _Exporter:
                 silent_export(),
                 refuse_own_draws(self.model),
                 refuse_packing_beside_cache(self.model, self.specs),
-                symbolic_len(model, self.objective.loss),
+                symbolic_len(model, self.objective.loss, self.ints),
                 random_code(self.skips),
                 written_to_trace(self.model),
                 nullcontext() if found is None else found.running(),
@@ -358,13 +363,6 @@ def _write_functionally(program: torch.export.ExportedProgram) -> None:
     copy_detached(program.graph)
     if not _has_transforms(program.graph):
         write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
-
-
-def _not_functional(error: RuntimeError) -> TraceError:
-    """Return the error of a write that torch cannot make functional, such as one to x.data."""
-    if "is mutated in the forward method" in str(error):
-        return UnsupportedOp("forward writes to x.data of a tensor", fix=KEEP_STATE)
-    return explain(error)
 
 
 def _to_decompose(graph: fx.Graph) -> bool:

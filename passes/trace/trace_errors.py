@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
+from autoptd.passes.normalise.functionalize import KEEP_STATE
 from autoptd.passes.trace.loss import Loss
 
 
@@ -83,6 +84,13 @@ def _ragged(error: BaseException) -> str:
             if code in place or (held and code == "pack_padded_sequence"):
                 return what
     return ""
+
+
+def not_functional(error: RuntimeError) -> TraceError:
+    """Return the error of a write that torch cannot make functional, such as one to x.data."""
+    if "is mutated in the forward method" in str(error):
+        return UnsupportedOp("forward writes to x.data of a tensor", fix=KEEP_STATE)
+    return explain(error)
 
 
 def may_loop(error: TraceError) -> bool:

@@ -1,14 +1,16 @@
-"""`len` of a tensor is a size of the trace, and plain `len` before and after it."""
+"""`len` of a tensor and `int` of a quotient are sizes of the trace, and plain before and after it."""
 
 from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from autoptd.errors import UnsupportedOp
 from autoptd.passes.trace.tensor_len import symbolic_len, tensor_len
-from tests.passes.interpret import assert_unchanged
+from tests.passes.interpret import assert_unchanged, normalised
 
 HERE = sys.modules[__name__]
 
@@ -46,3 +48,28 @@ def test_a_module_keeps_its_own_len() -> None:
         assert HERE.len is own
     finally:
         del HERE.len
+
+
+class Windows(nn.Module):
+    """Windows of tokens, joined again by a number of samples that is computed as a quotient."""
+
+    def __init__(self, of: float) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(4, 4), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = self.layer(x.view(x.size(0) * 3, 2, 4))
+        count = int(windows.shape[0] / self.of)
+        assert isinstance(int("6"), int) and not isinstance(count, float)
+        return windows.view(count, 6, 4).square().mean()
+
+
+def test_a_whole_quotient_of_sizes_stays_a_size() -> None:
+    assert_unchanged(Windows(3.0).double(), {"x": torch.randn(6, 6, 4, dtype=torch.float64)})
+    assert "int" not in vars(HERE)
+
+
+def test_a_quotient_with_a_fraction_is_refused() -> None:
+    with pytest.raises(UnsupportedOp, match="reshape pairs samples") as caught:
+        normalised(Windows(2.9).double(), {"x": torch.randn(5, 6, 4, dtype=torch.float64)})
+    assert "test_tensor_len.py" in caught.value.where
