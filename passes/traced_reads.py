@@ -28,11 +28,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.passes.data_checks import passing
 from autoptd.passes.fake_numbers import numbers_read_as
-from autoptd.passes.known.affine_grid import AFFINE_GRIDS
-from autoptd.passes.known.covariance import COVARIANCES
+from autoptd.passes.known.of_sizes import OF_SIZES, is_known
 from autoptd.passes.recipes import Recipe, each_leaf, leaves, same_at_every_size, size_of, takes_sizes
 
-_OF_SIZES = {**COVARIANCES, **AFFINE_GRIDS}  # functions of torch that read sizes as numbers, written as ops on sizes
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {
     Tensor.__bool__,
@@ -85,16 +83,14 @@ class TracedReads(TorchFunctionMode):
             return args[0].detach()
         if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
-        if (written := _written_out(func, args, kwargs)) is not None:
-            return written
-        if func in _OF_SIZES and not {"fweights", "aweights"} & kwargs.keys():
-            return _OF_SIZES[func](*args, **kwargs)
         if func in _NUMBERS and args[0] in self.recipes:
             if (found := self.read(func, *args)) is not None:
                 return found
         elif func == Tensor.__bool__ and (answer := passing(self.left_out)) is not None:
             return answer
-        made = func(*args, **kwargs)
+        made = _written_out(func, args, kwargs)
+        if made is None:
+            made = (OF_SIZES[func] if is_known(func, args, kwargs) else func)(*args, **kwargs)
         self.note(made, func, args, kwargs)
         return made
 

@@ -66,6 +66,20 @@ def written_at_any_size(x: Tensor) -> float:
     return 3.0 if (mask > 1).any() else 2.0
 
 
+def diagonal(x: Tensor) -> float:
+    mask = torch.ones(3, 3)
+    mask.fill_diagonal_(-1)
+    return 2.0 if mask.min() < 0 else 3.0
+
+
+@torch.no_grad()
+def written_out(x: Tensor) -> float:
+    """Read a constant that a result was written to, which depends on data or not."""
+    mask = torch.zeros(())
+    torch.add(x.sum(), 0, out=mask)
+    return 2.0 if mask > 0 else 3.0
+
+
 def clamped(x: Tensor) -> float:
     return torch.arange(x.size(1)).clamp(0, 9).max().item() / 3
 
@@ -79,7 +93,7 @@ def first(x: Tensor) -> float:
     return torch.ones(x.size(1))[:9].sum().item() / 3
 
 
-@pytest.mark.parametrize("read", [causal, item, set_item, any_size, written_at_any_size, window, first])
+@pytest.mark.parametrize("read", [causal, item, set_item, any_size, written_at_any_size, diagonal, window, first])
 def test_a_number_of_a_constant_is_computed(read: Read) -> None:
     traced = trace(Model(read), {"x": torch.ones(2, 6, 4)})
     assert 2.0 in {a for n in traced.graph.graph.nodes for a in n.args}
@@ -115,7 +129,7 @@ def test_numbers_of_sizes_are_sizes(tokens: int) -> None:
     assert [str(s) for s in traced.sizes] == ["b", "s"]
 
 
-@pytest.mark.parametrize("read", [drawn, written, data])
+@pytest.mark.parametrize("read", [drawn, written, written_out, data])
 def test_what_is_no_constant_is_refused(read: Read) -> None:
     model, before = Model(read), torch.get_rng_state()
     with pytest.raises(TraceError, match="depends on data"):

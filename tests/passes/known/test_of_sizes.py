@@ -1,4 +1,4 @@
-"""`F.affine_grid` written as a product has torch's numbers, and keeps samples apart."""
+"""Functions of torch that are written as ops on sizes have its numbers, and keep samples apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoptd.passes.known.affine_grid import affine_grid
+from autoptd.passes.known.of_sizes import affine_grid
 from autoptd.passes.trace.trace import trace
 
 
@@ -36,3 +36,20 @@ def test_a_spatial_transformer_is_traced_for_any_number_of_samples() -> None:
     traced = trace(Transformer(), {"x": torch.randn(2, 1, 4, 4)})
     assert [str(s) for s in traced.sizes] == ["b"]
     assert not [n for n in traced.graph.graph.nodes if "affine_grid" in str(n.target)]
+
+
+class Pairs(nn.Module):
+    """Every sample against all others, in a matrix whose diagonal is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        scores = (y @ y.T).fill_diagonal_(-torch.inf)
+        return F.cross_entropy(scores, torch.arange(x.size(0)).roll(1))
+
+
+def test_the_number_of_samples_of_a_written_diagonal_stays_a_size() -> None:
+    assert [str(s) for s in trace(Pairs(), {"x": torch.randn(4, 4)}).sizes] == ["b"]
