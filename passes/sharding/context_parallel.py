@@ -317,7 +317,10 @@ def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
     if not row.function:
         return 0
     if isinstance(have, Split):
-        return _GATHERS if isinstance(need, Broadcast) else _EXCHANGES if isinstance(need, Split) else math.inf
+        if isinstance(need, Broadcast):
+            return _GATHERS
+        both = isinstance(need, Split) and {tensor.shape[have.dim], tensor.shape[need.dim]} != {SEQUENCE}
+        return _EXCHANGES if both else math.inf  # rows of scores stay rows
     if have == P:
         return math.inf if isinstance(need, Split) else _COMMUNICATES
     if row.backward and tensor.requires_grad:

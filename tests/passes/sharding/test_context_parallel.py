@@ -84,7 +84,7 @@ class WrittenOut(Base):
         q, k, v = self.mix(x), x * 0.5, x
         scores = (q @ k.transpose(1, 2)) / math.sqrt(WIDTH)
         scores = scores.masked_fill(~self.seen[: x.shape[1], : x.shape[1]], -1e9)
-        return F.cross_entropy(self.head(scores.softmax(-1) @ v).transpose(1, 2), labels)
+        return F.cross_entropy(self.head(x + scores.softmax(-1) @ v).transpose(1, 2), labels)
 
 
 class Span(Base):
