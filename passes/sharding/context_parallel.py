@@ -322,8 +322,10 @@ def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
     if isinstance(have, Split):
         if isinstance(need, Broadcast):
             return _GATHERS
-        both = isinstance(need, Split) and {tensor.shape[have.dim], tensor.shape[need.dim]} != {SEQUENCE}
-        return _EXCHANGES if both else math.inf  # rows of scores stay rows
+        if not isinstance(need, Split):
+            return math.inf
+        scores = tensor.shape[have.dim] == tensor.shape[need.dim] == SEQUENCE  # their rows stay rows where they can
+        return 2 * _GATHERS if scores else _EXCHANGES
     if have == P:
         return math.inf if isinstance(need, Split) else _COMMUNICATES
     if row.backward and tensor.requires_grad:

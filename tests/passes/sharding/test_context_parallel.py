@@ -116,6 +116,17 @@ class Sparse(Base):
         return F.cross_entropy(self.head(read.squeeze(1)).transpose(1, 2), labels)
 
 
+class LearntMask(Base):
+    """Attention with a bias that is computed from the keys, and has a gradient."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        bias = torch.tanh(self.mix(x)).sum(-1)[:, None, None].expand(-1, -1, x.shape[1], -1).masked_fill(later, -1e9)
+        read = F.scaled_dot_product_attention(*(y.unsqueeze(1) for y in (x, x, x * x)), attn_mask=bias)
+        return F.cross_entropy(self.head(x + read.squeeze(1)).transpose(1, 2), labels)
+
+
 class Pointwise(Base):
     """A linear written as a convolution whose kernel has one element, as in SqueezeBERT."""
 
@@ -230,6 +241,7 @@ GATHERED = [
     Span,
     Queries,
     Sparse,
+    LearntMask,
     Pointwise,
     ShortConv,
     Running,
