@@ -52,7 +52,7 @@ class TokenSplits:
 
     `shifted`: cross entropy of logits without their last tokens -> the slice that removes those. Such a loss runs on
     all tokens with ignored labels for the last ones instead, so that nothing is gathered.
-    `places`: dropout of rows that merge tokens with samples -> where its result has the tokens.
+    `places`: draws and dropout of rows that merge tokens with samples -> where their results have the tokens.
     """
 
     ranks: int
@@ -196,6 +196,9 @@ class _Decider:
         if P in given and (of_counts := self.rows.strategy(node, self.given, segment.prelude, self.ranks)) is not None:
             self.by_rows.add(node)
             return of_counts
+        if node.target in ops.DRAWS and not self.gather and (place := self.rows.draw(node)) is not None:
+            self.places[node] = place
+            return Strategy((), (O,), self.ranks)
         options = [] if O in given else self._options(node, call)
         apart = [p for o, p in zip(operands(node), given, strict=True) if isinstance(p, Split) and not _is_tokens(o, p)]
         others = self._other_options(node, call)
@@ -317,7 +320,12 @@ def _price(have: Placement, need: Placement, tensor: TensorInfo) -> float:
     if not row.function:
         return 0
     if isinstance(have, Split):
-        return _GATHERS if isinstance(need, Broadcast) else _EXCHANGES if isinstance(need, Split) else math.inf
+        if isinstance(need, Broadcast):
+            return _GATHERS
+        if not isinstance(need, Split):
+            return math.inf
+        scores = tensor.shape[have.dim] == tensor.shape[need.dim] == SEQUENCE  # their rows stay rows where they can
+        return 2 * _GATHERS if scores else _EXCHANGES
     if have == P:
         return math.inf if isinstance(need, Split) else _COMMUNICATES
     if row.backward and tensor.requires_grad:

@@ -175,7 +175,7 @@ class _SegmentWriter:
         self.nodes: list[fx.Node] = []
         self.strategies: dict[int, Strategy] = {}  # on the tp axis
         self.decisions: list[str] = []
-        self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self.converted: dict[tuple[fx.Node, Placement, Placement | None], fx.Node] = {}
         self.tp: dict[fx.Node, Placement] = dict(zip(segment.receives, decided.receives, strict=True))
         self.tp |= dict(zip(segment.parameters, decided.parameters, strict=True))
 
@@ -248,9 +248,10 @@ class _SegmentWriter:
             return self.cutter.own.of(node)
         if node in self.segment.prelude and isinstance(need, Split) and not _same_dim(need, on_tp, node):
             return self.cutter.cut(node, need.dim)
-        if (node, need) not in self.converted:
-            self.converted[node, need] = self._convert(node, have, need, on_tp)
-        return self.converted[node, need]
+        key = node, need, on_tp if _same_dim(need, on_tp, node) else None
+        if key not in self.converted:
+            self.converted[key] = self._convert(node, have, need, on_tp)
+        return self.converted[key]
 
     def _convert(self, node: fx.Node, have: Placement, need: Placement, on_tp: Placement) -> fx.Node:
         splits = [p for p in (have, need) if isinstance(p, Split)]

@@ -19,7 +19,7 @@ from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.layout.placements import BP, Broadcast, O, P, Placement, Split
-from autoptd.passes.batch.batch_dims import SamplePlace
+from autoptd.passes.batch.batch_dims import SamplePlace, sample_place
 from autoptd.passes.batch.batch_independence import SUMS, Propagation, input_state
 from autoptd.passes.batch.rows import BATCH_ORDER, FILLED, Across, Rows, State
 from autoptd.passes.graph import infos, is_getitem, operands, substitute
@@ -65,6 +65,15 @@ class TokenRows:
             return self._sum_of_rows(node, ranks) if summed else None
         own = O in {*needs, *gives} or P in needs
         return Strategy(tuple(needs), tuple(gives), ranks) if own else None  # type: ignore[arg-type]
+
+    def draw(self, node: fx.Node) -> SamplePlace | None:
+        """Return where a draw, which has no operand, has the tokens; None unless they are merged with the samples."""
+        place = sample_place(node)
+        if place is None or place.inner != SEQUENCE:
+            return None
+        found = SamplePlace(place.dim, place.outer * BATCH)
+        self._leaf(node, Rows(replace(found, outer=_swapped(found.outer))))
+        return found
 
     def place(self, node: fx.Node) -> SamplePlace | None:
         """Return the place of the tokens in an op's first result; None if its rows are not in the order of tokens."""

@@ -393,7 +393,7 @@ def oddities() -> Case:
 
 
 class FoldedLayer(nn.Module):
-    """Dropout on dims that merge samples with other dims on either side, and on one without samples."""
+    """Dropout and noise on dims that merge samples with other dims on either side, and on one without samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +403,8 @@ class FoldedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        rows = F.dropout(x.reshape(b * s, h), 0.2)
+        rows = x.reshape(b * s, h)
+        rows = F.dropout(rows + 0.1 * torch.rand_like(rows), 0.2)
         up = F.dropout(torch.tanh(self.up(rows)), 0.2)
         heads = up.view(b, s, 8, h // 4).permute(2, 1, 0, 3)
         heads = F.dropout(heads.reshape(8 * s, b, h // 4), 0.2).view(8, s, b, h // 4)

@@ -84,7 +84,7 @@ class WrittenOut(Base):
         q, k, v = self.mix(x), x * 0.5, x
         scores = (q @ k.transpose(1, 2)) / math.sqrt(WIDTH)
         scores = scores.masked_fill(~self.seen[: x.shape[1], : x.shape[1]], -1e9)
-        return F.cross_entropy(self.head(scores.softmax(-1) @ v).transpose(1, 2), labels)
+        return F.cross_entropy(self.head(x + scores.softmax(-1) @ v).transpose(1, 2), labels)
 
 
 class Span(Base):
@@ -114,6 +114,17 @@ class Sparse(Base):
         hidden = chosen.new_ones((*x.shape[:2], x.shape[1]), dtype=torch.bool).scatter(-1, chosen.long(), False)
         read = F.scaled_dot_product_attention(*(y.unsqueeze(1) for y in (x, x, x * x)), attn_mask=~hidden[:, None])
         return F.cross_entropy(self.head(read.squeeze(1)).transpose(1, 2), labels)
+
+
+class LearntMask(Base):
+    """Attention with a bias that is computed from the keys, and has a gradient."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.vectors(ids)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        bias = torch.tanh(self.mix(x)).sum(-1)[:, None, None].expand(-1, -1, x.shape[1], -1).masked_fill(later, -1e9)
+        read = F.scaled_dot_product_attention(*(y.unsqueeze(1) for y in (x, x, x * x)), attn_mask=bias)
+        return F.cross_entropy(self.head(x + read.squeeze(1)).transpose(1, 2), labels)
 
 
 class Pointwise(Base):
@@ -230,6 +241,7 @@ GATHERED = [
     Span,
     Queries,
     Sparse,
+    LearntMask,
     Pointwise,
     ShortConv,
     Running,
