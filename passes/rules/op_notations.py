@@ -111,14 +111,14 @@ def row_loss(reduction: int, weight: int | None = None) -> Notation:
 
 
 def class_loss(call: OpCall) -> str:
-    """Return the notation of cross entropy over logits [n, c, …]: a sum can be split over all dims but the classes."""
+    """Return the notation of cross entropy over logits [n, c, …]: a sum, or losses of rows, without the classes."""
     logits, labels, *weight = call.operands
-    if call.arg(3, "reduction", 1) != 2 or logits.ndim < 2:
+    if (reduction := call.arg(3, "reduction", 1)) == 1 or logits.ndim < 2:
         return whole(call)
-    dims = names(logits.ndim)
-    dims[1] = "."
-    rows = dims if labels.ndim == logits.ndim else [dims[0], *dims[2:]]
-    return arrow([dims, rows, *[["."]] * len(weight)], [[]])
+    dims = [name if i != 1 else "." for i, name in enumerate(names(logits.ndim))]
+    rows = [dims[0], *dims[2:]]
+    given = dims if labels.ndim == logits.ndim else rows
+    return arrow([dims, given, *[["."]] * len(weight)], [[] if reduction else rows])
 
 
 def counted(call: OpCall) -> str:

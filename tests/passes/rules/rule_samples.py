@@ -170,6 +170,8 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 8), whole(8, 4)),
         (real(4, 8, 2), whole(8, 4, 2), None, 2),
         (real(4, 8), positive(4, 8), weights(8), 2),
+        (real(4, 8, 2), whole(8, 4, 2), weights(8), 0),
+        (real(4, 8), positive(4, 8), None, 0),
     ],
     aten.ctc_loss.Tensor: [
         (real(5, 4, 3), whole(2, 4, 2) + 1, torch.tensor([5, 4, 5, 3]), torch.tensor([2, 1, 0, 1]), 0, reduction)
@@ -277,7 +279,11 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten.new_ones.default: [(real(*X), [4, 2])],
     aten.new_zeros.default: [(real(*X), [4, 2])],
     aten.nll_loss.default: [(real(4, 8), whole(8, 4))],
-    aten.nll_loss_nd.default: [(real(4, 8), whole(8, 4)), (real(4, 8), whole(8, 4), weights(8), 2)],
+    aten.nll_loss_nd.default: [
+        (real(4, 8), whole(8, 4)),
+        (real(4, 8), whole(8, 4), weights(8), 2),
+        (real(4, 8), whole(8, 4), None, 0),
+    ],
     aten.one_hot.default: [(whole(4, 2, 6), 4)],
     aten.ones.default: [([4, 2],)],
     aten.pad.default: [
