@@ -82,6 +82,7 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
 
 CALL = "random call"  # key of a node's meta: the number of the random call of forward that it is or was
 OF_ROWS = "of rows"  # key of a node's meta, if it draws for all rows where a model draws for those that a mask selects
+OR_ZERO = "or zero"  # key of a node's meta, if the mean of rows that it is must be zero where there are none
 WRITTEN_FOR = "written for"  # key of a node's meta: the user's op that it is a part of
 NAMED = "named"  # key of a node's meta: a name for its variable in emitted programs
 

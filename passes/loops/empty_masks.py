@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.errors import UnsupportedOp
-from autoptd.passes.graph import source_line
+from autoptd.passes.graph import OR_ZERO, source_line
 from autoptd.passes.loops.without_rows import rows_of, without_rows
 from autoptd.passes.random.skipped_layers import equal_programs
 from autoptd.passes.traced_reads import WRITES, eager
@@ -332,9 +332,13 @@ def prove_turns(full: ExportedProgram, turns: RowTurns, trace: Callable[[RowTurn
         part = trace(other)
         part = without_rows(part, {symbol for key in without for symbol in other.rows.get(key, ())})
         asked = {key for key in turns.rows if not any(key[: len(k)] == k != key for k in without)}
-        if other.rows.keys() != asked or not equal_programs(without_rows(full, sizes), part):
+        zeros = set[str]()
+        if other.rows.keys() != asked or not equal_programs(without_rows(full, sizes, zeros), part):
             raise UnsupportedOp(
                 "a branch depends on whether a mask selects any rows, and more than the writes of these rows does",
                 where=next((source_line(n) for n in full.graph.nodes if rows_of(n) & sizes), ""),
                 fix="compute the same without the branch: no rows add nothing, by index_add or x[mask] = rows",
             )
+        for node in full.graph.nodes:
+            if node.name in zeros:
+                node.meta[OR_ZERO] = True

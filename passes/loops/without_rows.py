@@ -8,6 +8,7 @@ where(mask, a, b), where(~mask, b, a)       b
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from autoptd.passes.graph import op_name
+from autoptd.passes.graph import op_name, substitute
 from autoptd.passes.normalise.drop import drop_asserts
 from autoptd.passes.normalise.view_writes import writes_to
 
@@ -28,8 +29,11 @@ _MOVES = {  # ops after which a mask that selects nothing, or all, is one
 }
 
 
-def without_rows(program: ExportedProgram, sizes: set[sympy.Symbol]) -> Any:
-    """Return a copy of a program without what it does with rows of these numbers, and without what is not read."""
+def without_rows(program: ExportedProgram, sizes: set[sympy.Symbol], zeros: set[str] | None = None) -> Any:
+    """Return a copy of a program without what it does with rows of these numbers, and without what is not read.
+
+    zeros: gets the names of means of such rows, which are taken for zero; None: they are not.
+    """
     graph = copy.deepcopy(program.graph)
     masks = _masks(graph, sizes)
     for node in list(graph.nodes):
@@ -37,6 +41,7 @@ def without_rows(program: ExportedProgram, sizes: set[sympy.Symbol]) -> Any:
         if kept is not None:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
+    _drop_zeros(graph, program, sizes, zeros)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in order:
         source = node.args[0] if op_name(node) == "clone" and len(node.args) == 1 else None
@@ -80,6 +85,54 @@ def _left(node: fx.Node, sizes: set[sympy.Symbol], masks: Mapping[fx.Node, bool]
         and (value.shape, value.dtype) == (made.shape, made.dtype)
     )
     return kept if same else None
+
+
+_MEANS = (
+    "mean",
+    "cross_entropy_loss",
+    "nll_loss_nd",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+)
+_SAME = ("lift_fresh_copy", "lift_fresh", "detach", "detach_", "to", "_to_copy", "clone", "alias", "type_as", "view")
+
+
+def _drop_zeros(graph: fx.Graph, program: ExportedProgram, sizes: set[sympy.Symbol], means: set[str] | None) -> None:
+    """Take out single numbers that are zero and are added, and write a loss that is zero as the number."""
+    specs = program.graph_signature.input_specs
+    constants = {s.arg.name: program.constants.get(s.target) for s in specs if s.target is not None}
+    zeros = set[fx.Node]()
+    for node in list(graph.nodes):
+        value, given = node.meta.get("val"), node.all_input_nodes
+        if node.op == "output":
+            node.args = substitute(node.args, lambda n: 0.0 if n in zeros else n)
+        elif not isinstance(value, Tensor) or value.ndim:
+            continue
+        elif means is not None and op_name(node) in _MEANS and rows_of(given[0]) & sizes:
+            means.add(node.name)
+            zeros.add(node)
+        elif _is_zero(node, constants.get(node.name), zeros):
+            zeros.add(node)
+        elif op_name(node) == "add" and len(given) == 2 and not node.kwargs and not zeros.isdisjoint(given):
+            (other,) = (x for x in given if x not in zeros)
+            if (other.meta["val"].shape, other.meta["val"].dtype) == (value.shape, value.dtype):
+                node.replace_all_uses_with(other)
+
+
+def _is_zero(node: fx.Node, held: Any, zeros: set[fx.Node]) -> bool:
+    """Return whether a single number is zero: a constant, or made of such numbers alone."""
+    if node.op == "placeholder":
+        return isinstance(held, Tensor) and not held.is_meta and held.numel() == 1 and not held
+    name, given = op_name(node), node.all_input_nodes
+    if not given or not zeros.issuperset(given):
+        return False
+    other = node.args[1] if len(node.args) > 1 else None
+    if name == "add":
+        return isinstance(other, fx.Node) and not node.kwargs
+    return name in _SAME or (name in ("mul", "div") and isinstance(other, (int, float)) and 0 < abs(other) < math.inf)
 
 
 def _masks(graph: fx.Graph, sizes: set[sympy.Symbol]) -> dict[fx.Node, bool]:

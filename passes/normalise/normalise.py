@@ -62,6 +62,7 @@ from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows
 from autoptd.passes.rewrites.rejoined_rows import write_rejoined_rows
 from autoptd.passes.rewrites.row_selections import mark_masked_rows, name_masked_sizes
+from autoptd.passes.rewrites.sparse_sums import write_sparse_sums
 from autoptd.passes.rewrites.strided_views import write_strided_views
 from autoptd.passes.trace.traced import Traced
 
@@ -116,6 +117,7 @@ PREPARE: list[Pass] = [
     inline_regions,
     write_own,
     drop_asserts,
+    write_sparse_sums,
     write_rejoined_rows,
     name_masked_sizes,
     fold_sizes,

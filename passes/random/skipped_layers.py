@@ -228,6 +228,8 @@ class _Alignment:
             match = known.get(_name(spec))
             if _is_constant(spec):
                 match = _first_equal(constants, self.part.constants[spec.target])
+            if match is None and not node.users:
+                continue
             if match is None:
                 raise self._refusal()
             self.same[node] = match

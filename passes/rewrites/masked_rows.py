@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +29,7 @@ from torch import fx
 from autoptd.passes.batch.batch_dims import SamplePlace, grows, makes_new
 from autoptd.passes.batch.batch_independence import SUMS, output_places
 from autoptd.passes.batch.rows import Order, Rows
-from autoptd.passes.graph import OF_ROWS, info, is_getitem, numel, op_call, operands, plain, write_op
+from autoptd.passes.graph import OF_ROWS, OR_ZERO, info, is_getitem, numel, op_call, operands, plain, write_op
 from autoptd.passes.normalise.drop import share_repeated
 from autoptd.passes.opcall import Size
 from autoptd.passes.random.draws import draws, given_of
@@ -226,9 +227,36 @@ class MaskedRows:
     def _per_row(self, like: fx.Node, total: fx.Node, mask: fx.Node, each: Size) -> fx.Node:
         """Insert a total over the number of selected rows, of `each` elements."""
         count = write_op(self.graph, like, aten.sum.default, (mask,), (), torch.int64)
+        if OR_ZERO in like.meta:
+            count = self._or_one(like, count, mask)
         if each != 1:
             count = write_op(self.graph, like, aten.mul.Tensor, (count, each), (), torch.int64)
         return write_op(self.graph, like, aten.div.Tensor, (total, count), info(total).shape, info(total).dtype)
+
+    def _or_one(self, like: fx.Node, count: fx.Node, mask: fx.Node) -> fx.Node:
+        """Insert a count plus one if a mask selects nothing."""
+        rows = write_op(self.graph, like, aten.sum.default, (mask,), (), torch.int64)
+        none = write_op(self.graph, like, aten.eq.Scalar, (rows, 0), (), torch.bool)
+        return write_op(self.graph, like, aten.add.Tensor, (count, none), (), torch.int64)
+
+    def _class_mean(self, node: fx.Node, named: dict[str, Any], selected: _Selected) -> None:
+        """Rewrite a mean over rows whose label counts as their sum over their number, or over one without rows."""
+        x, target = operands(node)[:2]
+        if named.get("weight") is not None or named["reduction"] != 1 or info(target).ndim != 1:
+            refuse(node, "is not known to be zero without the rows that a mask selects")
+        shape, rows = info(target).shape, numel(info(selected.mask).shape)
+        with self.graph.inserting_before(node):
+            self._mask_operand(node, target, selected, named["ignore_index"])
+            named |= {"self": x, "target": operands(node)[1], "reduction": 0}
+            each = write_op(self.graph, node, node.target, tuple(named.values()), shape, info(node).dtype)  # type: ignore[arg-type]
+            total = write_op(self.graph, node, aten.sum.default, (each,), (), info(node).dtype)
+            counts = write_op(
+                self.graph, node, aten.ne.Scalar, (operands(node)[1], named["ignore_index"]), (rows,), torch.bool
+            )
+            count = write_op(self.graph, node, aten.sum.default, (counts,), (), torch.int64)
+            count = self._or_one(node, count, selected.mask)
+            made = write_op(self.graph, node, aten.div.Tensor, (total, count), (), info(node).dtype)
+        node.replace_all_uses_with(made)
 
     def _one_each(self, node: fx.Node, given: dict[int, _Selected], mask: fx.Node) -> bool:
         """Rewrite `rows.view(b, -1, h)[:, -1]`, as of the last token of each sample, if a sample has one such row."""
@@ -257,7 +285,10 @@ class MaskedRows:
         if node.target in _BY_CLASS and not info(target).dtype.is_floating_point:
             if not {0, 1} <= given.keys() or given[0].place != SamplePlace(0):
                 refuse(node, "combines all rows with those that a mask selects")
-            self._mask_operand(node, target, given[1], named["ignore_index"])
+            if OR_ZERO in node.meta:
+                self._class_mean(node, named, given[1])
+            else:
+                self._mask_operand(node, target, given[1], named["ignore_index"])
             return True
         if not {0, 1} <= given.keys() or info(x).shape != info(target).shape or node.target in _BY_CLASS:
             refuse(node, "is not known of rows that a mask selects")

@@ -113,6 +113,8 @@ def selection(node: fx.Node) -> Selection | None:
     val, args = node.meta.get("val"), list[Any](node.args)
     if node.target is aten.index.Tensor:
         found = _by_mask(args[0], args[1])
+    elif node.target is aten.gather.default:
+        found = _gathered(*args[:3])
     elif node.target is aten.index_select.default:
         found = _by_mask(args[0], [*[None] * int(args[1]), args[2]])
     else:
@@ -122,7 +124,21 @@ def selection(node: fx.Node) -> Selection | None:
     return found
 
 
-_SELECTS = (aten.index.Tensor, aten.index_select.default, aten.masked_select.default)
+_SELECTS = (aten.index.Tensor, aten.index_select.default, aten.masked_select.default, aten.gather.default)
+
+
+def _gathered(x: fx.Node, dim: int, index: fx.Node) -> Selection | None:
+    """Return the rows that `x.gather(0, i.expand(…))` selects: with as many columns as x, they are whole rows."""
+    shape = x.meta["val"].shape
+    if dim != 0 or index.meta["val"].shape[1:] != shape[1:]:
+        return None
+    if len(shape) > 1:
+        if op_name(index) != "expand" or index.args[0].meta["val"].shape[1:] != (1,) * (len(shape) - 1):  # type: ignore[union-attr]
+            return None
+        index = index.args[0]  # type: ignore[assignment]
+    if index.target is aten.nonzero.default and index.args[0].meta["val"].ndim == 1:  # type: ignore[union-attr]
+        return Selection(x, index.args[0], 0, (0,))  # type: ignore[arg-type]
+    return _by_mask(x, [index]) if index.meta["val"].ndim == 1 else None
 
 
 _COLUMNS = (aten.where.default, aten.nonzero_numpy.default)  # a list of columns
