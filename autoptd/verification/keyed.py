@@ -34,6 +34,7 @@ from autoptd.verification.selected_rows import SelectedRows
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _LITERALS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 
 
@@ -110,6 +111,8 @@ class Keyed(TorchFunctionMode):
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         dropout, attention = self._before[:2]
+        if func == _DTYPE:
+            return self._planned(func(*args))
         if func in _LITERALS:
             return self._literal(func, args, dict(kwargs or {}))
         args, options = as_float64(tuple(args)), as_float64(dict(kwargs or {}))
@@ -134,6 +137,10 @@ class Keyed(TorchFunctionMode):
         unnamed = named is None or (named is torch.float64 and not self.wide)
         rounded = isinstance(data, (float, list, tuple)) and unnamed and made.is_floating_point()
         return as_float64(made.to(own) if rounded else made)
+
+    def _planned(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type that the model's code is planned in: it may branch on it, `1e-5 if x.dtype == torch.float32`."""
+        return PRECISIONS[self.precision] if dtype == torch.float64 and not self.wide else dtype
 
     def _finfo(self, dtype: torch.dtype | None = None) -> torch.finfo:
         return self._before[2](PRECISIONS[self.precision] if dtype in (None, torch.float64) else dtype)

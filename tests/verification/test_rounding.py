@@ -1,4 +1,4 @@
-"""Models that amplify rounding: what they amplify is no fault, and a fault in them is still found."""
+"""Models that amplify rounding, or ask for the type: that is no fault, and a fault in them is still found."""
 
 from __future__ import annotations
 
@@ -49,3 +49,37 @@ def test_amplified_rounding_is_no_fault() -> None:
 def test_a_fault_in_such_a_model_is_found() -> None:
     made, plan = trial()
     assert not judge(replace_text(made, "exp(head)", "exp(head * (1 + 1e-7))"), plan).agrees
+
+
+class ByType(nn.Module):
+    """Code that asks for the type, and noise that is drawn in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x + torch.randn_like(x))
+        y = y * (y.var(-1, keepdim=True) + (0.1 if y.dtype == torch.float32 else 1.0)).rsqrt()
+        return self.head(y).square().mean()
+
+
+def trial_by_type() -> tuple[Trial, Plan]:
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, WIDTH)
+    model = ByType()
+    source = autoptd.trace(model, inputs={"x": x[:2]}, precision="fp32")
+    plan = autoptd.plan(source, world=4, batch=8, fix={"dp": 2, "tp": 2}, optimizer="sgd", cluster="dgx-h100")
+    model.double()
+    plan = plan.model_copy(update={"precision": "fp64"})
+    return trial_on(Subject(source, plan, source), [{"x": x.double()}, {"x": x.double().flip(0)}]), plan
+
+
+def test_code_that_asks_for_the_type_is_answered_by_the_planned_one() -> None:
+    assert judge(*trial_by_type()).agrees
+
+
+def test_a_fault_behind_drawn_numbers_is_located() -> None:
+    made, plan = trial_by_type()
+    found = judge(replace_text(made, "0.1", "0.11"), plan)
+    assert not found.agrees and any("0.11" in what for _, what in found.faults), found.faults
