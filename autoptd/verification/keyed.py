@@ -6,7 +6,7 @@ Every call of torch in the model's forward and backward passes goes through `Key
     a narrower tensor that is not a parameter   by its float64 copy: inputs, constants, tables of a module
     torch.tensor(0.1)                           by its value rounded to float32, as the graph holds it; with
                                                 dtype=x.dtype, rounded to the planned type
-    torch.finfo(x.dtype)                        by that of the planned type
+    x.dtype, torch.finfo(x.dtype)               by the planned type, and by that of the planned type
     the k-th dropout of a forward pass          by the mask of the node that was traced from its k-th random call
     the k-th other random op                    likewise, below autograd (`keyed_draws.py`)
 
@@ -139,7 +139,7 @@ class Keyed(TorchFunctionMode):
         return as_float64(made.to(own) if rounded else made)
 
     def _planned(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type that the model's code is planned in: it may branch on it, `1e-5 if x.dtype == torch.float32`."""
+        """Return the planned type for float64: code may branch on it, as in `1e-5 if x.dtype == torch.float32`."""
         return PRECISIONS[self.precision] if dtype == torch.float64 and not self.wide else dtype
 
     def _finfo(self, dtype: torch.dtype | None = None) -> torch.finfo:
