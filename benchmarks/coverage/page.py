@@ -69,7 +69,7 @@ def _on_mesh(made: str, results: Sequence[Result]) -> str:
     trains = f"; {len(good)} of these train" + (f", and the largest difference is {max(good):.1e}." if good else ".")
     groups = [
         grouped("Refused", long, ("refused",), _refusal, 3),
-        grouped("Crashed or differs", long, ("crashed", "differs"), _defect, 3),
+        grouped("Crashed or differs", built, ("crashed", "differs"), _defect, 3),
         grouped("Without such a sequence", [r for r in built if not r.get("tokens")], ("refused",), _refusal, 3),
     ]
     return "\n\n".join([f"## {mesh}", wrapped(f"{said}{trains} Results: {made}."), *filter(None, groups)])
