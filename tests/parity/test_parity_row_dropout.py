@@ -115,7 +115,11 @@ def verified(body: Body, fix: dict[str, Any]) -> tuple[bool, bool]:
     return found.agrees, not any("dropout disabled" in text for text in found.made)
 
 
-@pytest.mark.parametrize(("body", "fix"), list(zip(BODIES, [*FIXES, FIXES[1]], strict=True)), ids=str)
+def _id(case: Any) -> str:
+    return getattr(case, "__name__", str(case))
+
+
+@pytest.mark.parametrize(("body", "fix"), list(zip(BODIES, [*FIXES, FIXES[1]], strict=True)), ids=_id)
 def test_the_model_itself_drops_these(body: Body, fix: dict[str, Any]) -> None:
     assert verified(body, fix) == (True, True)
 
