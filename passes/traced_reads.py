@@ -26,12 +26,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # private; seen in 2.13.0
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoptd.errors import UnsupportedOp
 from autoptd.passes.data_checks import passing
 from autoptd.passes.fake_numbers import numbers_read_as
 from autoptd.passes.known.of_sizes import OF_SIZES, is_known
+from autoptd.passes.normalise.functionalize import KEEP_STATE
 from autoptd.passes.recipes import Recipe, each_leaf, leaves, same_at_every_size, size_of, takes_sizes
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _NUMBERS = {
     Tensor.__bool__,
     Tensor.__int__,
@@ -81,6 +83,10 @@ class TracedReads(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _DATA:
             return args[0].detach()
+        if func == _SET_DATA:
+            if _memory(args[0]) == _memory(args[1]) and args[0].shape == args[1].shape:  # the end of `x.data += y`
+                return None
+            raise UnsupportedOp("forward assigns to x.data of a tensor", fix=KEEP_STATE)
         if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
         if func in _NUMBERS and args[0] in self.recipes:

@@ -10,10 +10,12 @@ from autoptd.codegen.blocks import name_blocks
 from autoptd.compile.program import token_splits
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
+from autoptd.errors import PlanError
 from autoptd.layout.layout import InputSpec, Layout, TensorSpec
 from autoptd.layout.mesh import Mesh as RankMesh
 from autoptd.layout.placements import parse_placement
 from autoptd.layout.sample_rows import PLAIN
+from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
 from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
@@ -54,6 +56,7 @@ def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
 def make_layout(source: TracedModel, plan: Plan) -> Layout:
     """Return the part of a plan that the runtime needs, with shapes and types of the model's tensors."""
     folded, traced = source.folded, source.folded.traced
+    refuse_other_sizes(traced.conditions, plan.sizes | {SAMPLES: plan.batch}, PlanError)
     shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters(remove_duplicate=False)}
     dtypes = parameter_dtypes(folded)
     held: dict[str, list[int]] = {}
@@ -132,6 +135,8 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         one_microbatch=bool(folded.loss_form.refused),
         zigzag=zigzag,
         multiples=multiples,
+        conditions=traced.conditions,
+        samples=plan.batch,
         specs=_input_specs(source, plan),
         nest=source.objective.nest,
         slices=plan.method.sends == "slices",

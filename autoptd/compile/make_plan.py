@@ -12,7 +12,9 @@ from autoptd.compile.notes import answer_notes, device_of
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
+from autoptd.errors import PlanError
 from autoptd.layout.execution import ExecutionOptions
+from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
 from autoptd.passes.fold import Folded
 from autoptd.passes.sharding.sharding import (
     Sharding,
@@ -54,6 +56,8 @@ def make_plan(
     notes += [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
     notes += idle_notes(constraints, world)
     size = batch or 8 * world
+    sizes = {str(symbol): n for symbol, n in source.sizes.items()} | {SAMPLES: size}
+    refuse_other_sizes(source.folded.traced.conditions, sizes, PlanError)
     task = Task(
         source.folded,
         cluster,

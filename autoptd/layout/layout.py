@@ -12,6 +12,7 @@ from autoptd.errors import PlanError, nearest
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import Placement, Split
 from autoptd.layout.sample_rows import PLAIN, SampleRows
+from autoptd.layout.size_conditions import SizeCondition
 from autoptd.nest import Nest
 from autoptd.schedule import RUNNABLE, row_of
 
@@ -110,6 +111,8 @@ class Layout:
     gather_later: bool = False  # all-gather updated parameters while the next step begins
     zigzag: bool = False  # each cp rank holds an early and a late chunk of tokens: see `ops/cp_axis.py`
     multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> divisor of its size
+    conditions: tuple[SizeCondition, ...] = ()  # on the sizes of a batch, for the program to be the model's
+    samples: int = 0  # of a step, over all ranks; may be read where there are conditions
     specs: Mapping[str, InputSpec] = field(default_factory=dict)  # of `inputs` that a batch is checked against
     nest: Nest = field(default_factory=Nest)  # the structures that a batch may hold them in
     slices: bool = False  # scatter-gather P2P: each tp rank sends a slice of replicated tensors, receivers gather

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autoptd.errors import InputsError
 from autoptd.layout.layout import Layout
+from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
 from autoptd.runtime.batch import (
     Microbatch,
     by_sample,
@@ -71,6 +72,17 @@ class Agreement:
         check_multiples(batch, layout.multiples)
         found = cut_batch(batch, layout.inputs, layout.micro, microbatches, self._comm.device)
         check_specs(batch, layout.specs)
+        if layout.conditions:
+            refuse_other_sizes(layout.conditions, self._sizes(batch, sum(map(sample_count, found))), InputsError)
+        return found
+
+    def _sizes(self, batch: Mapping[str, Tensor], own: int) -> dict[str, int]:
+        """Return the sizes of a batch, by symbol. own: samples of this rank."""
+        layout = self._layout
+        shares = {layout.samples // layout.mesh.dp, -(-layout.samples // layout.mesh.dp)}
+        found = {SAMPLES: layout.samples if own in shares else own * layout.mesh.dp}
+        for name, spec in layout.specs.items():
+            found.update((symbol, n) for symbol, n in zip(spec.symbols, batch[name].shape[1:], strict=True) if symbol)
         return found
 
     def row(self) -> Tensor:

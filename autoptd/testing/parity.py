@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from autoptd.layout.layout import Layout
 from autoptd.passes.known.flex_attention import eager_flex_attention
@@ -104,7 +105,7 @@ def train_alone(
     for step, batch in enumerate(batches):
         stepper.zero_grad()
         with eager_flex_attention():
-            value = objective.value(model, {n: x.clone() for n, x in objective.nest.flat(batch).items()})
+            value = objective.value(model, tree_map_only(Tensor, torch.clone, objective.nest.flat(batch)))
         value.backward()
         parameters = list(model.parameters())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))

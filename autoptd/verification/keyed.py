@@ -15,6 +15,7 @@ What k is, `call_numbers.py` says. Dropout of rows that a mask selects takes tho
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ class Keyed(TorchFunctionMode):
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         dropout, attention = self._before[:2]
         if func == _DTYPE:
-            return self._planned(func(*args))
+            asks = sys._getframe(2).f_globals.get("__name__", "")
+            return func(*args) if asks.startswith("torch.") else self._planned(func(*args))
         if func in _LITERALS:
             return self._literal(func, args, dict(kwargs or {}))
         args, options = as_float64(tuple(args)), as_float64(dict(kwargs or {}))

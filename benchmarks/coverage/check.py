@@ -97,6 +97,10 @@ def check(case: Case, only_build: bool = False, free: bool = True, fix: Mesh | N
         targets = {n: examples.pop(n) for n in getattr(case, "targets", ())} or None
         precision = "fp64" if dtype_of(model) == torch.float64 else "fp32"
         source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision=precision)
+        if source.folded.traced.conditions:  # it branches on sizes: traced again at those of the batch
+            examples = nest.nested(batch)
+            targets = {n: examples.pop(n) for n in targets or ()} or None
+            source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision=precision)
         found["tokens"] = SEQUENCE in source.sizes
         step = "plan"
         planned, others = _first_plan(source, batch, (fix,) if fix else getattr(case, "meshes", (FIX,)))

@@ -56,7 +56,7 @@ def in_our_symbols(value: object, traced: Traced, node: fx.Node) -> Any:
             where=source_line(node),
             fix=KEEP_TENSORS if reads else "use a fixed-capacity form such as torch.topk, or a mask with torch.where",
         )
-    ours = in_sympy(expr.subs(traced.symbol))
+    ours = in_sympy(expr.xreplace(traced.symbol))
     if name := unknown_function(ours):
         raise UnsupportedOp(
             f"a size is computed by {name}", where=source_line(node), fix="compute sizes by +, -, *, //, %, min and max"

@@ -64,7 +64,7 @@ def name_masked_sizes(graph: fx.Graph, traced: Traced) -> None:
                 sympy.sympify(n.node.expr if isinstance(n, torch.SymInt) else n) for n in found.mask.meta["val"].shape
             ]
             if isinstance(size, sympy.Symbol) and not any(n.free_symbols - traced.symbol.keys() for n in shape):
-                number = in_sympy(sympy.prod(shape).subs(traced.symbol))
+                number = in_sympy(sympy.sympify(sympy.prod(shape)).xreplace(traced.symbol))
                 if traced.symbol.setdefault(size, number) != number:
                     refuse(node, "selects as many rows as another mask")
                 named[size] = found.mask

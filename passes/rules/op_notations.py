@@ -113,11 +113,9 @@ def row_loss(reduction: int, weight: int | None = None) -> Notation:
 def class_loss(call: OpCall) -> str:
     """Return the notation of cross entropy of logits [n, c, …]: rows and sums are split over all but the classes."""
     logits, labels, *weight = call.operands
-    reduction = call.arg(3, "reduction", 1)
-    if reduction == 1 or logits.ndim < 2:
+    if (reduction := call.arg(3, "reduction", 1)) == 1 or logits.ndim < 2:
         return whole(call)
-    dims = names(logits.ndim)
-    dims[1] = "."
+    dims = [name if i != 1 else "." for i, name in enumerate(names(logits.ndim))]
     rows = [dims[0], *dims[2:]]
     given = dims if labels.ndim == logits.ndim else rows
     return arrow([dims, given, *[["."]] * len(weight)], [[] if reduction == 2 else rows])

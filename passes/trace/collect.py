@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind
 from autoptd.errors import TraceError
 from autoptd.passes.graph import source_line
 from autoptd.passes.trace.loss import Objective
-from autoptd.passes.trace.specialize_sizes import fixed_at
+from autoptd.passes.trace.specialize_sizes import conditions_of, fixed_at
 from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
 
 
@@ -23,6 +23,7 @@ def collect(
     frozen: set[str],
     batch: int,
     objective: Objective,
+    loops: bool,
 ) -> Traced:
     graph = program.graph_module
     of_loss = dict(objective.loss.named_buffers(prefix="loss")) if isinstance(objective.loss, nn.Module) else {}
@@ -58,6 +59,7 @@ def collect(
         symbol=symbol,
         sizes=sizes,
         example=example,
+        conditions=conditions_of(graph, symbol, loops),
         aliases={n: c for n, c in names.items() if n != c},
         frozen=frozenset(names[n] for n in frozen),
         objective=objective,

@@ -12,6 +12,7 @@ valid only for that value, so the size must be static.
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -19,9 +20,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoptd.errors import InputsError
+from autoptd.layout.size_conditions import SizeCondition
+from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.trace.trace_errors import PADDED, is_foreign
+from autoptd.passes.trace.traced import BATCH
 
 InputDim = tuple[str, int]  # an input and one of its dims
 
@@ -67,13 +72,52 @@ def fixed_at(graph: fx.GraphModule, dim: int, size: int | None = None) -> str:
     env = next(x for x in values if isinstance(x, Tensor)).fake_mode.shape_env  # type: ignore[attr-defined]
     symbols = {s for s, found in env.var_to_sources.items() if str(found[0].name).endswith(f".size()[{dim}]")}
     for guard in env.guards:
-        frame, equation = guard.sloc.framework_loc, guard.expr
+        equation = guard.expr
         if not isinstance(equation, sympy.Eq) or _bounds(equation) or size not in (None, *equation.args):
             continue
         fixes = equation.free_symbols <= symbols and _symbols_of(equation.lhs - equation.rhs)
-        if fixes and isinstance(frame, traceback.FrameSummary) and not is_foreign(frame.filename):
-            return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
+        if fixes and (line := _line_of(guard)):
+            return line
     return ""
+
+
+def conditions_of(
+    graph: fx.GraphModule, symbols: Mapping[sympy.Symbol, sympy.Expr], loops: bool
+) -> tuple[SizeCondition, ...]:
+    """Return the guards of an exported graph that do not hold for all sizes. symbols: of torch -> of a traced graph.
+
+    loops: whether loops over samples were recorded, which are proved for any number: guards on it are left out.
+    """
+    values = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
+    sizes: Iterator[Any] = (n for x in values if isinstance(x, Tensor) for n in x.shape if isinstance(n, torch.SymInt))
+    env: ShapeEnv | None = next((n.node.shape_env for n in sizes), None)
+    found: dict[sympy.Basic, str] = {}
+    for guard in [] if env is None else env.guards:
+        relation = env.replace(guard.expr)  # type: ignore[union-attr]
+        if relation.free_symbols and relation.free_symbols <= symbols.keys():
+            relation = in_sympy(relation.xreplace(symbols))
+            if not _always(relation) and not (loops and BATCH in relation.free_symbols):
+                found.setdefault(relation, _line_of(guard) or "code of a library that forward calls")
+    return tuple(SizeCondition(relation, where) for relation, where in found.items())
+
+
+_TRIED = (2, 3, 5, 8, 64, 1000, 4096, 10**6)  # sizes for which a relation must hold to hold for all
+
+
+def _always(relation: sympy.Basic) -> bool:
+    given = sorted(relation.free_symbols, key=str)
+    return all(
+        relation.subs(dict(zip(given, (*sizes, *_TRIED), strict=False))) == sympy.true
+        for sizes in itertools.product(_TRIED, repeat=min(len(given), 2))
+    )
+
+
+def _line_of(guard: Any) -> str:
+    """Return the user's line that a guard is due to; "" if it is one of a library."""
+    frame = guard.sloc.framework_loc
+    if not isinstance(frame, traceback.FrameSummary) or is_foreign(frame.filename):
+        return ""
+    return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
 
 
 def _example(size: int | torch.SymInt) -> int:

@@ -135,7 +135,7 @@ def _traced(
         else:
             program = exporter.functional(program, repeats=repeats)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    traced = collect(program, list(inputs), names, frozen, count, objective)
+    traced = collect(program, list(inputs), names, frozen, count, objective, known is not None)
     _refuse_shared_updates(model, traced)
     long = any(len(shape) > 1 and (name, 1) not in fixed for name, (shape, _) in specs.items())
     if long and SEQUENCE not in traced.sizes:

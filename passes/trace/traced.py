@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoptd.layout.sample_rows import PLAIN, SampleRows
+from autoptd.layout.size_conditions import SizeCondition
 from autoptd.passes.custom_grad.trace_calls import OwnCalls
 from autoptd.passes.trace.loss import Objective
 
@@ -61,6 +62,7 @@ class Traced:
     left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
     written: frozenset[str] = frozenset()  # inputs that forward writes to; in the graph, to copies of them
     settled: bool = False  # whether forward replaces modules in its first pass: the graph is of the model after that
+    conditions: tuple[SizeCondition, ...] = ()  # under which the graph is what the model computes
     random_calls: list[str] = field(default_factory=list)  # modules of these calls; a node's number is `meta[CALL]`
     length_fixed: str = ""  # what made a number of the length of sequences, if none is a symbol
     loops: bool = False  # loops over samples were written as one pass

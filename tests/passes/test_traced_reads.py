@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoptd.errors import TraceError
+from autoptd.errors import TraceError, UnsupportedOp
 from autoptd.passes.trace.trace import trace
 
 Read = Callable[[Tensor], float]
@@ -135,3 +135,20 @@ def test_what_is_no_constant_is_refused(read: Read) -> None:
     with pytest.raises(TraceError, match="depends on data"):
         trace(model, {"x": torch.ones(2, 6, 4)})
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_data_that_is_replaced_is_refused() -> None:
+    """As momentum encoders do: `key.data = key.data * m + query.data * (1 - m)`."""
+
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.key.weight.data = self.key.weight.data * 0.9 + self.query.weight.data * 0.1
+            return (self.query(x) * self.key(x)).mean()
+
+    with pytest.raises(UnsupportedOp, match="assigns to x.data") as caught:
+        trace(Momentum(), {"x": torch.ones(2, 4)})
+    assert "test_traced_reads.py" in caught.value.where

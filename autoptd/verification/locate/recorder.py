@@ -121,9 +121,8 @@ def recording(program: Program) -> tuple[Program, dict[Line, str]]:
             for node in tree.body:
                 if isinstance(node, ast.ClassDef):
                     places |= _instrument(node, name, text.splitlines())
-            at = 1 + max(
-                i for i, n in enumerate(tree.body) if isinstance(n, ast.ImportFrom) and n.module == "__future__"
-            )
+            future = (n.module == "__future__" if isinstance(n, ast.ImportFrom) else False for n in tree.body)
+            at = max((i + 1 for i, is_future in enumerate(future) if is_future), default=0)
             tree.body[at:at] = _IMPORT
             # memory that is not written yet has no values to compare
             files[name] = ast.unparse(ast.fix_missing_locations(tree)).replace("new_empty(", "new_zeros(")

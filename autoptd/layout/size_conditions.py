@@ -1,0 +1,54 @@
+"""Conditions on sizes under which a program computes what the model does: its code takes branches on sizes.
+
+    if x.size(0) > 4:           traced with 2 samples: b <= 4
+    x.chunk(ceil(b / 4))        traced with 2 samples: ceiling(b / 4) = 1
+
+A program runs microbatches, but its branches are those of one pass over the whole batch: b is the samples of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import sympy
+
+from autoptd.errors import AutoptdError
+
+SAMPLES = "b"
+
+
+@dataclass(frozen=True)
+class SizeCondition:
+    """A relation of sizes, and the user's line that it is due to."""
+
+    relation: sympy.Basic
+    where: str
+
+    def __str__(self) -> str:
+        if isinstance(self.relation, sympy.core.relational.Relational):
+            return f"{self.relation.lhs} {self.relation.rel_op} {self.relation.rhs}"
+        return str(self.relation)
+
+    @property
+    def names(self) -> set[str]:
+        return {str(symbol) for symbol in self.relation.free_symbols}
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether it holds for these sizes; False where that cannot be worked out."""
+        given = {symbol: sizes[str(symbol)] for symbol in self.relation.free_symbols if str(symbol) in sizes}
+        return bool(self.relation.subs(given) == sympy.true)
+
+
+def refuse_other_sizes(conditions: Iterable[SizeCondition], sizes: Mapping[str, int], kind: type[AutoptdError]) -> None:
+    """Raise an error of a kind for sizes for which a condition does not hold."""
+    for condition in conditions:
+        if not condition.holds(sizes):
+            given = ", ".join(f"{name} = {sizes[name]}" for name in sorted(condition.names & sizes.keys()))
+            of = f" ({SAMPLES}: the samples of a step)" if SAMPLES in condition.names else ""
+            raise kind(
+                f"the model's code depends on sizes: it was traced where {condition}, but here {given}{of}",
+                where=condition.where,
+                fix="trace it with example inputs of these sizes, with as many samples as a step has; or remove the "
+                "branch on a size",
+            )

@@ -1,0 +1,93 @@
+"""Branches of a model on sizes: a program is made, and run, for sizes at which the model takes the traced ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.errors import InputsError, PlanError
+from autoptd.layout.size_conditions import SizeCondition
+
+SAMPLES, TOKENS = 8, 6
+Branch = Callable[[Tensor], Tensor]
+
+
+def compared(y: Tensor) -> Tensor:
+    return y * 2 if y.size(0) > 4 else y
+
+
+def ghost(y: Tensor) -> Tensor:
+    """Parts of the batch of at most 4 samples, each with a factor of its own."""
+    return torch.cat([part * (i + 1) for i, part in enumerate(y.chunk(math.ceil(y.size(0) / 4)))])
+
+
+def in_fours(y: Tensor) -> Tensor:
+    return torch.cat([part * (i + 1) for i, part in enumerate(y.split(4))])
+
+
+def repeated(y: Tensor) -> Tensor:
+    for i in range((y.size(0) + 3) // 4):
+        y = y * (i + 2)
+    return y
+
+
+def long(y: Tensor) -> Tensor:
+    return y * 3 if y.size(1) > 4 else y
+
+
+class Branching(nn.Module):
+    def __init__(self, branch: Branch) -> None:
+        super().__init__()
+        self.layer, self.branch = nn.Linear(4, 4), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branch(self.layer(x)).square().mean()
+
+
+def batch(samples: int = SAMPLES, tokens: int = TOKENS) -> Tensor:
+    return torch.randn(samples, tokens, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def traced(branch: Branch, samples: int, tokens: int = TOKENS) -> autoptd.TracedModel:
+    torch.manual_seed(0)
+    return autoptd.trace(Branching(branch).double(), inputs={"x": batch(samples, tokens)}, precision="fp64")
+
+
+@pytest.mark.parametrize("branch", [compared, ghost, in_fours, repeated])
+@pytest.mark.fault("a branch on the number of samples")
+def test_a_graph_of_another_branch_is_refused(branch: Branch) -> None:
+    with pytest.raises(PlanError, match=r"b = 8 \(b: the samples of a step\)") as caught:
+        autoptd.plan(traced(branch, 2), world=1, batch=SAMPLES, cluster="dgx-h100")
+    assert branch.__name__ in caught.value.where and "as many samples as a step has" in caught.value.fix
+
+
+@pytest.mark.parametrize("branch", [compared, repeated])
+def test_in_microbatches_it_takes_the_branches_of_the_whole_batch(branch: Branch) -> None:
+    source = traced(branch, SAMPLES)
+    par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", fix={"micro": 2}, optimizer="sgd")
+    with torch.no_grad():
+        expected = float(source.model(batch()))
+    assert float(par.train_step({"x": batch()})) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(InputsError, match="b = 4"):
+        par.eval_step({"x": batch(4)})
+
+
+def test_sequences_at_which_a_model_branches_are_refused() -> None:
+    source = traced(long, SAMPLES)
+    par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", optimizer="sgd")
+    with torch.no_grad():
+        expected = float(source.model(batch(tokens=5)))
+    assert float(par.train_step({"x": batch(tokens=5)})) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(InputsError, match=r"s = 4"):
+        par.train_step({"x": batch(tokens=4)})
+
+
+def test_what_holds_for_all_sizes_is_no_condition() -> None:
+    assert not traced(lambda y: y if y.size(0) * y.size(1) > 1 else y * 2, SAMPLES).folded.traced.conditions
+    (condition,) = traced(long, SAMPLES).folded.traced.conditions
+    assert isinstance(condition, SizeCondition) and not condition.holds({"b": 8})
