@@ -149,6 +149,6 @@ def test_data_that_is_replaced_is_refused() -> None:
             self.key.weight.data = self.key.weight.data * 0.9 + self.query.weight.data * 0.1
             return (self.query(x) * self.key(x)).mean()
 
-    with pytest.raises(UnsupportedOp, match="assigns to x.data") as caught:
+    with pytest.raises(UnsupportedOp, match=r"assigns to x\.data") as caught:
         trace(Momentum(), {"x": torch.ones(2, 4)})
     assert "test_traced_reads.py" in caught.value.where
