@@ -58,8 +58,8 @@ def _user_frame(env: ShapeEnv, torchs: Callable[[ShapeEnv], FrameType | None] = 
 
 @contextmanager
 def silent_export() -> Iterator[None]:
-    """Suppress what `torch.export._trace` prints and logs about a failure, and a
-    warning of its copies."""
+    """Suppress what `torch.export._trace` prints and logs about a failure, a warning of its copies, and that forward
+    assigned tensors to attributes (`left_tensors.py`)."""
     logs: list[logging.Logger] = [_trace.log, logging.getLogger(_SYMBOLIC_SHAPES)]
     were_off = [log.disabled for log in logs]
     vars(_trace)["print"] = lambda *args, **kwargs: None  # shadows the builtin
@@ -68,6 +68,7 @@ def silent_export() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
             yield
     finally:
         for log, was_off in zip(logs, were_off, strict=True):

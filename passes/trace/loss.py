@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from autoptd.errors import InputsError, nearest
 from autoptd.layout.sample_rows import SampleRows
 from autoptd.nest import Nest, tensors_of
+from autoptd.passes.left_tensors import LeftTensors, attributes, left_by_forward
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 
 TARGET = "targets"  # the name of a single target in a batch
@@ -156,6 +157,7 @@ class Loss(nn.Module):
         self.model = model
         self.objective = objective
         self.original, self.casts, self.rows, self.reads = original, casts, rows, reads
+        self.left = LeftTensors()  # of the last pass
         if objective.child is None and isinstance(objective.loss, nn.Module):
             self.loss = objective.loss  # registers its constants as `loss.…`
 
@@ -163,8 +165,10 @@ class Loss(nn.Module):
         given = {name: self.rows[name].joined(x) if name in self.rows else x for name, x in inputs.items()}
         with RefuseUnregistered(self.model, self.original), self.reads(inputs, given):
             cast = {name: x.to(self.casts[name]) if name in self.casts else x for name, x in given.items()}
-            loss = self.objective.callable_of(self.model)
-            return self.objective.of_outputs(self.model(**self.objective.inputs_of(cast)), given, loss)
+            loss, before = self.objective.callable_of(self.model), attributes(self.model)
+            made = self.objective.of_outputs(self.model(**self.objective.inputs_of(cast)), given, loss)
+            self.left.found = left_by_forward(self.model, before, list(inputs.values()))
+            return made
 
 
 def read_objective(

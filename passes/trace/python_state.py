@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from autoptd.errors import UnsupportedOp
+from autoptd.errors import AutoptdError, UnsupportedOp
+from autoptd.passes.left_tensors import Attribute
+from autoptd.passes.trace.loss import Loss
 
 T = TypeVar("T")
 _NUMBERS = (bool, int, float)
@@ -18,10 +21,10 @@ _NUMBERS = (bool, int, float)
 
 @contextmanager
 def refuse_own_draws(model: nn.Module) -> Iterator[None]:
-    """Wrap a trace. Raises UnsupportedOp if it advanced the global random generator of Python or NumPy."""
-    before = _states()
+    """Wrap a trace. Raises UnsupportedOp if it advanced a random generator: of Python, of NumPy or a module's own."""
+    before = _states(model)
     yield
-    for name, state in _states().items():
+    for name, state in _states(model).items():
         if name in before and state != before[name]:
             raise UnsupportedOp(
                 f"forward draws random numbers with {name}: the program would repeat the draws of the trace",
@@ -30,38 +33,83 @@ def refuse_own_draws(model: nn.Module) -> Iterator[None]:
             )
 
 
-def _states() -> dict[str, Any]:
-    """Return the states of the global generators by the Python module that draws from them."""
+def _states(model: nn.Module) -> dict[str, Any]:
+    """Return the states of the global generators by the Python module that draws from them, and of a model's own."""
     found: dict[str, Any] = {"Python's random module": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, key, *rest = numpy.random.get_state()
         found["numpy.random"] = kind, key.tobytes(), *rest
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if (state := _state_of(value)) is not None:
+                found[f"{name}.{key}".lstrip(".")] = state
     return found
 
 
-def refuse_counters(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> T:
-    """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if every pass changes a Python number.
+def _state_of(value: object) -> object:
+    """Return the state of a random generator; None of anything else."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    return None
 
-    A number that only the first pass sets, such as a length, is a cache. A second trace, made if needed, tells.
+
+def refuse_counters(model: nn.Module, root: Loss, trace: Callable[[], T]) -> T:
+    """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if every pass changes a Python number, or
+    reads a tensor that the pass before left in an attribute.
+
+    A number that only the first pass sets, such as a length, is a cache. A second trace, made if needed, tells. It has
+    something that no op takes for each tensor that the first pass left.
     """
     before, found, after = _numbers(model), *_traced(model, root, trace)
-    changed = {key: value for key, value in after.items() if before.get(key) != value}
-    if not changed:
+    changed: dict[Attribute, object] = {key: value for key, value in after.items() if before.get(key) != value}
+    left = root.left.found
+    if not changed and not left:
         return found
-    modules = dict(model.named_modules())
-    for (name, key), value in changed.items():  # torch.export restores the attributes that a trace changed
-        setattr(modules[name], key, value)
-    _, second = _traced(model, root, trace)
-    for (name, key), value in changed.items():
-        setattr(modules[name], key, before[name, key]) if (name, key) in before else delattr(modules[name], key)
-        if second.get((name, key)) != value:
-            where = f"{name}.{key}".lstrip(".")
+    with _as_left(model, changed | left):
+        try:
+            _, second = _traced(model, root, trace)
+        except (AutoptdError, AttributeError, TypeError) as error:
+            if not left:
+                raise
+            names = ", ".join(f"{name}.{key}".lstrip(".") for name, key in left)
+            raise UnsupportedOp(
+                f"forward reads {names} of the pass before, where it leaves a tensor that depends on data: the program "
+                "would hold that of the trace",
+                where=names,
+                fix="keep it in a buffer (register_buffer), written to by self.name.copy_(…) under no_grad; or return "
+                "it and pass it as an input",
+            ) from error
+    for key, value in changed.items():
+        if second.get(key) != value:
+            where = ".".join(filter(None, key))
             raise UnsupportedOp(
                 f"forward changes {where}, a Python number, in every pass: the program would hold that of the trace",
                 where=where,
                 fix="pass it as an input, or count outside forward",
             )
     return found
+
+
+@contextmanager
+def _as_left(model: nn.Module, values: Mapping[Attribute, object]) -> Iterator[None]:
+    """Give attributes the values that a pass left, within: torch.export restores those that a trace changed."""
+    modules = dict(model.named_modules())
+    held = {(name, key): vars(modules[name])[key] for name, key in values if key in vars(modules[name])}
+    for (name, key), value in values.items():
+        object.__setattr__(modules[name], key, value)
+    try:
+        yield
+    finally:
+        for name, key in values:
+            if (name, key) in held:
+                object.__setattr__(modules[name], key, held[name, key])
+            elif key in vars(modules[name]):
+                object.__delattr__(modules[name], key)
 
 
 @contextmanager

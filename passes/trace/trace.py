@@ -335,7 +335,7 @@ class _Exporter:
                 with_ctc_shapes(),
                 lean_export(),
                 silent_export(),
-                refuse_own_draws(self.model),
+                refuse_own_draws(model),
                 refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss, self.ints),
                 random_code(self.skips),

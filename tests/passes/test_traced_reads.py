@@ -138,7 +138,7 @@ def test_what_is_no_constant_is_refused(read: Read) -> None:
 
 
 def test_data_that_is_replaced_is_refused() -> None:
-    """As momentum encoders do: `key.data = key.data * m + query.data * (1 - m)`."""
+    """Refuse what momentum encoders do: `key.data = key.data * m + query.data * (1 - m)`."""
 
     class Momentum(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,84 @@
+"""Tensors that a forward pass leaves in attributes of modules, where the next pass may read them.
+
+    self.mem = h.detach()           read by the next pass: state, which a traced program would not have
+    self.last_loss = loss           not read
+    self.mean = x.mean(1)           read later in the same pass
+
+A trace sees one pass. It is made again with something in their place that no op takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from autoptd.passes.graph import ancestors
+
+Attribute = tuple[str, str]  # name of a module, and of its attribute
+
+
+@dataclass(eq=False)
+class LeftTensors:
+    """Stand-ins for the tensors that a pass left, by attribute. No container: torch.export would restore it."""
+
+    found: dict[Attribute, object] = field(default_factory=dict)
+
+
+class Left:
+    """Stand-in for a tensor that a pass left: no op takes it."""
+
+
+def attributes(model: nn.Module) -> dict[Attribute, tuple[object, list[object]]]:
+    """Return the attributes of all modules that hold tensors, or might, with what a container among them holds."""
+    return {
+        (name, key): (value, _held(value))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if not key.startswith("_") or isinstance(value, Tensor)
+    }
+
+
+def left_by_forward(
+    model: nn.Module, before: Mapping[Attribute, tuple[object, list[object]]], inputs: Collection[Tensor]
+) -> dict[Attribute, object]:
+    """Return the attributes in which a pass left tensors that depend on data, with stand-ins, shared as these are."""
+    found: dict[Attribute, object] = {}
+    shared: dict[int, object] = {}
+    data = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
+    for at, (value, held) in attributes(model).items():
+        _, old = before.get(at, (None, []))
+        if any(isinstance(x, Tensor) and all(x is not y for y in old) and _made_of(x, data) for x in held):
+            several = isinstance(value, list | deque)
+            found[at] = shared.setdefault(id(value), type(value)(Left() for _ in held) if several else Left())  # type: ignore[call-arg]
+    return found
+
+
+def _held(value: object) -> list[object]:
+    """Return what a container holds, or the value itself."""
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list | deque | set) else [value]
+
+
+def _made_of(x: Tensor, given: Collection[Tensor]) -> bool:
+    """Return whether a tensor is computed from one of others, as far as a trace that is under way records that.
+
+    The proxies of a trace are private to torch (seen in 2.13.0).
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return True
+    nodes = [_node(y, mode.tracer) for y in (x, *given)]
+    if nodes[0] is None:
+        return any(x is y for y in given)
+    return not ancestors([nodes[0]]).isdisjoint(nodes[1:])
+
+
+def _node(x: Tensor, tracer: Any) -> fx.Node | None:
+    found = get_proxy_slot(x, tracer, None)
+    return None if found is None else found.proxy.node
