@@ -10,7 +10,8 @@ A trace sees one pass. It is made again with something in their place that no op
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,13 @@ class LeftTensors:
     """Stand-ins for the tensors that a pass left, by attribute. No container: torch.export would restore it."""
 
     found: dict[Attribute, object] = field(default_factory=dict)
+
+    @contextmanager
+    def of(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+        """Wrap a pass of a model, and find what it leaves."""
+        before = attributes(model)
+        yield
+        self.found = left_by_forward(model, before, list(inputs.values()))
 
 
 class Left:

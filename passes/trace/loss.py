@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from autoptd.errors import InputsError, nearest
 from autoptd.layout.sample_rows import SampleRows
 from autoptd.nest import Nest, tensors_of
-from autoptd.passes.left_tensors import LeftTensors, attributes, left_by_forward
+from autoptd.passes.left_tensors import LeftTensors
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 
 TARGET = "targets"  # the name of a single target in a batch
@@ -140,8 +140,8 @@ class Objective:
 class Loss(nn.Module):
     """Wrapper of a model that returns only the loss: logits, caches and output classes are dropped before planning.
 
-    `original`: names of the user's parameters, which the model has copies of, by id. `casts`: dtypes of inputs that are
-    cast first. `rows`: inputs whose samples are not in dim 0 for `forward`. `reads`: context of a pass, by both forms.
+    `original`: the user's names of parameters, by id. `casts`: dtypes that inputs are cast to. `rows`: inputs whose
+    samples are not in dim 0 for `forward`. `reads`: context of a pass, by both forms.
     """
 
     def __init__(
@@ -154,21 +154,17 @@ class Loss(nn.Module):
         reads: Callable[..., AbstractContextManager[None]],
     ) -> None:
         super().__init__()
-        self.model = model
-        self.objective = objective
+        self.model, self.objective, self.left = model, objective, LeftTensors()
         self.original, self.casts, self.rows, self.reads = original, casts, rows, reads
-        self.left = LeftTensors()  # of the last pass
         if objective.child is None and isinstance(objective.loss, nn.Module):
             self.loss = objective.loss  # registers its constants as `loss.…`
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         given = {name: self.rows[name].joined(x) if name in self.rows else x for name, x in inputs.items()}
-        with RefuseUnregistered(self.model, self.original), self.reads(inputs, given):
+        with RefuseUnregistered(self.model, self.original), self.reads(inputs, given), self.left.of(self.model, inputs):
             cast = {name: x.to(self.casts[name]) if name in self.casts else x for name, x in given.items()}
-            loss, before = self.objective.callable_of(self.model), attributes(self.model)
-            made = self.objective.of_outputs(self.model(**self.objective.inputs_of(cast)), given, loss)
-            self.left.found = left_by_forward(self.model, before, list(inputs.values()))
-            return made
+            loss = self.objective.callable_of(self.model)
+            return self.objective.of_outputs(self.model(**self.objective.inputs_of(cast)), given, loss)
 
 
 def read_objective(
