@@ -17,11 +17,16 @@ the simplex iterations that it saves (25 of 30 ms on the 1,500 variables of a GP
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,12 +176,33 @@ def _is_whole(program: IntegerProgram, values: Sequence[float]) -> bool:
     return all(abs(v - round(v)) <= WHOLE for v, whole in zip(values, program.whole, strict=True) if whole)
 
 
+def _new_highs() -> Any:
+    """Return a solver. HiGHS 1.16 prints a banner to the standard output of C when one is made, whatever its options:
+    it would precede the JSON of a plan."""
+    import highspy
+
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no standard output
+        return highspy.Highs()
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            return highspy.Highs()
+        finally:
+            with suppress(OSError, TypeError):  # of systems that have no such library
+                ctypes.CDLL(None).fflush(None)  # what C has buffered
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
 def _solve_highs(program: IntegerProgram, time_limit_s: float) -> Outcome:
     """Solve the relaxation and then, on the same HiGHS model, branch and bound."""
     import highspy
 
     started, scale = time.monotonic(), program.scale
-    highs = highspy.Highs()
+    highs = _new_highs()
     settings: dict[str, object] = {
         "output_flag": False,
         "threads": 1,

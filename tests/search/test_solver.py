@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 
 import pulp
 import pytest
@@ -114,3 +116,10 @@ def test_bounds_of_variables_hold() -> None:
     outcome = minimise(program, costs)
     assert outcome.values == (2.0, 0.5)
     assert math.isclose(outcome.objective, -1.5)
+
+
+def test_a_solver_prints_nothing() -> None:
+    """HiGHS 1.16 prints a banner when the first solver of a process is made."""
+    code = "from autoptd.search.solver import _new_highs; _new_highs(); print('only this')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "only this\n"
