@@ -32,16 +32,16 @@ class LeftTensors:
     @contextmanager
     def of(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
         """Wrap a pass of a model, and find what it leaves."""
-        before = attributes(model)
+        before = _attributes(model)
         yield
-        self.found = left_by_forward(model, before, list(inputs.values()))
+        self.found = _left_by(model, before, list(inputs.values()))
 
 
 class Left:
     """Stand-in for a tensor that a pass left: no op takes it."""
 
 
-def attributes(model: nn.Module) -> dict[Attribute, tuple[object, list[object]]]:
+def _attributes(model: nn.Module) -> dict[Attribute, tuple[object, list[object]]]:
     """Return the attributes of all modules that hold tensors, or might, with what a container among them holds."""
     return {
         (name, key): (value, _held(value))
@@ -51,14 +51,14 @@ def attributes(model: nn.Module) -> dict[Attribute, tuple[object, list[object]]]
     }
 
 
-def left_by_forward(
+def _left_by(
     model: nn.Module, before: Mapping[Attribute, tuple[object, list[object]]], inputs: Collection[Tensor]
 ) -> dict[Attribute, object]:
     """Return the attributes in which a pass left tensors that depend on data, with stand-ins, shared as these are."""
     found: dict[Attribute, object] = {}
     shared: dict[int, object] = {}
     data = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
-    for at, (value, held) in attributes(model).items():
+    for at, (value, held) in _attributes(model).items():
         _, old = before.get(at, (None, []))
         if any(isinstance(x, Tensor) and all(x is not y for y in old) and _made_of(x, data) for x in held):
             several = isinstance(value, list | deque)

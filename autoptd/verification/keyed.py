@@ -113,7 +113,7 @@ class Keyed(TorchFunctionMode):
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         dropout, attention = self._before[:2]
         if func == _DTYPE:
-            asks = sys._getframe(2).f_globals.get("__name__", "")
+            asks = sys._getframe(2).f_globals.get("__name__", "")  # torch itself compares types, as in checkpointing
             return func(*args) if asks.startswith("torch.") else self._planned(func(*args))
         if func in _LITERALS:
             return self._literal(func, args, dict(kwargs or {}))

@@ -8,6 +8,8 @@ A branch fixes a size as `if patches == self.positions.shape[1]` does in a ViT.
 
 torch.export leaves such a size symbolic if it cannot solve the equation, here (h // 4) (w // 4) = 196. The graph is
 valid only for that value, so the size must be static.
+
+All other branches on sizes are conditions of the graph (`conditions_of`), which hold for some sizes.
 """
 
 from __future__ import annotations
