@@ -297,7 +297,28 @@ def hardest_triplet(z: Tensor, ids: Tensor) -> Tensor:
 
 
 # Functions of all samples of the batch together.
+# One number of all samples that is no sum over them.
+PICKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda x: x.max(),
+    "median": lambda x: x.detach().median(),
+    "quantile": lambda x: x.detach().quantile(0.7),
+    "two_largest": lambda x: x.topk(2).values.mean(),
+    "product": lambda x: x.prod(),
+    "first": lambda x: x[0],
+    "place": lambda x: x.argmax() / 7,
+    "cosine": lambda x: F.cosine_similarity(x, x * x, dim=0),
+}
+
+
+def by_sample(z: Tensor) -> Tensor:
+    return z.square().flatten(1).mean(1)
+
+
 WHOLE: dict[str, Loss] = {
+    **{
+        name: lambda z, y, m, pick=pick: (by_sample(z) - pick(by_sample(z))).square().mean()
+        for name, pick in PICKED.items()
+    },
     "clip": lambda z, y, m: clip(first(z), F.normalize(z[:, 2], dim=-1), z.new_tensor(0.7)),
     "clip_beside_cross_entropy": lambda z, y, m: flat_ce(z, y) + 0.1 * clip(first(z), z[:, 1], z.mean()),
     "siglip": lambda z, y, m: (

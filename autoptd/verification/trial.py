@@ -23,6 +23,7 @@ from autoptd.verification.plain import NoReference, PlainStep, draws_of, train_p
 from autoptd.verification.smaller.smaller import Subject
 
 STEPS = 2  # the second shows state left by the first: stale gradients, parameters that were not gathered
+REPEATED = 1e-6  # the largest relative difference of a plain model from itself that is taken for rounding
 OPTIONS: dict[str, dict[str, Any]] = {  # without lion: the sign of a gradient that is zero up to rounding is arbitrary
     "adamw": {"lr": 3e-3, "weight_decay": 0.1},
     "sgd": {"lr": 0.05, "momentum": 0.9},
@@ -73,9 +74,21 @@ class Trial:
         return OPTIONS[self.optimizer]
 
     def rounded(self) -> list[PlainStep]:
-        """Return the plain model's steps from weights that differ in their last bits."""
+        """Return the plain model's steps from weights that differ in their last bits.
+
+        Raises CannotVerify if they differ by more than `REPEATED`: the weights do not decide what it computes.
+        """
         draws = self.draws if self.drops else None
         steps, _ = train_plain(self.subject.source, self.batches, self.optimizer, self.options, draws, rounded=True)
+        off = max(_difference(one, other) for one, other in zip(self.expected, steps, strict=True))
+        if not off <= REPEATED:
+            raise CannotVerify(
+                "the plan and the plain model differ, but the plain model differs from itself as well: trained again "
+                f"from weights that differ by rounding, its loss or its gradient is off by {off:.1g}",
+                where=type(self.subject.source.model).__name__,
+                fix="let forward depend on its inputs, parameters and buffers only: no clock, no file, no random numbers "
+                "but torch's; or choose weights at which rounding decides less (ties, thresholds, overflow)",
+            )
         return steps
 
     @property
@@ -100,6 +113,12 @@ def make_trial(subject: Subject, steps: int = STEPS, progress: Progress | None =
             except USER_ERRORS as error:
                 failed.append((error, made))
     raise _nothing_to_compare(failed) from failed[0][0]
+
+
+def _difference(step: PlainStep, other: PlainStep) -> float:
+    """Return the relative difference of two steps' losses or of their whole gradients, the larger one."""
+    square = sum((other.gradients[n] - g).norm().item() ** 2 for n, g in step.gradients.items() if n in other.gradients)
+    return max(abs(other.loss - step.loss) / (abs(step.loss) or 1.0), square**0.5 / step.norm)
 
 
 @float64_by_default()

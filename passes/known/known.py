@@ -15,6 +15,7 @@ from autoptd.passes.known.python_random import fractions_drawn_by_torch
 from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import casts_that_change_nothing, replaced_functions
 from autoptd.passes.known.scans import SCANS
+from autoptd.passes.random.seeds import refuse_seeds
 
 
 @contextmanager
@@ -24,6 +25,7 @@ def written_to_trace(model: nn.Module) -> Iterator[None]:
         replaced_functions(model, NUMPY | SCANS | GATED | DELTA_RULES),
         casts_that_change_nothing(),
         dense_flex_attention(),
+        refuse_seeds(model),
         _drawn(model),
     ):
         yield

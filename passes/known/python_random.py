@@ -45,5 +45,6 @@ def fractions_drawn_by_torch(model: nn.Module) -> Iterator[None]:
             for function, made in _DRAWN.items():
                 own = getattr(random, function)
                 found |= {name: made for name, value in names.items() if type(value) is type(own) and value == own}
-            replaced.enter_context(patch.dict(names, found))
+            for name, made in found.items():  # no patch.dict, which would undo what forward does to other globals
+                replaced.enter_context(patch.object(sys.modules[module], name, made))
         yield

@@ -21,15 +21,12 @@ from torch import nn
 def replaced_functions(model: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Replace the functions of these names and parameters that the model's classes call, or have as methods."""
     classes = {cls for m in model.modules() for cls in type(m).__mro__}
+    files = [sys.modules[name] for name in {type(m).__module__ for m in model.modules()} & sys.modules.keys()]
     with ExitStack() as replaced:
-        for module in {type(m).__module__ for m in model.modules()} & sys.modules.keys():
-            names = vars(sys.modules[module])
-            found = {name: made for name, made in functions.items() if _same_parameters(names.get(name), made)}
-            replaced.enter_context(patch.dict(names, found))
-        for cls in classes:
+        for owner in (*files, *classes):
             for name, made in functions.items():
-                if _same_parameters(vars(cls).get(name), made):
-                    replaced.enter_context(patch.object(cls, name, made))
+                if _same_parameters(vars(owner).get(name), made):
+                    replaced.enter_context(patch.object(owner, name, made))
         yield
 
 

@@ -84,6 +84,7 @@ class _Rewriter:
             case Over.SAME:
                 loss = self.shares.of(loss)
             case Over.OUTER:
+                self.form.refused += self._mixed_before(loss)
                 loss = self._partial_sums(loss)
             case Over.MIXED:
                 self.form.refused += self._mixed_before(loss)
@@ -115,7 +116,8 @@ class _Rewriter:
 
     def _mixed_before(self, loss: fx.Node) -> list[UnsupportedOp]:
         """Return the errors of the ops for which the loss needs the whole batch in one microbatch, in graph order."""
-        needed = ancestors([loss], lambda node: self.states.get(node) is Over.MIXED)
+        through = Over.MIXED, Over.OUTER
+        needed = ancestors([loss], lambda node: self.states.get(node) in through)
         return [error for node, error in self.mixed.items() if node in needed]
 
     # ---- values that count once ----

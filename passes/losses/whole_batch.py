@@ -6,8 +6,9 @@
 
 A microbatch continues with its rows of dL/df (GradCache; Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size
 under Memory Limited Setup). `mark_whole_batch` finds the end before other passes see the loss: every op that mixes
-samples other than by a sum, all that depends on it, and what these read that counts samples but is no row of each:
-`arange(b)`, or features that were put behind others. The end is marked only if it
+samples other than by a sum, all that depends on it, and what these read that counts samples but is no row of each
+(`arange(b)`, or features that were put behind others) or is computed from all samples but is no sum (a median). The end
+is marked only if it
 
     reads samples in batch order, a fixed number of elements of each;
     reads no parameter with two dims or more: a layer behind the mixing would run on all ranks for the whole batch;
@@ -20,7 +21,7 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -31,6 +32,8 @@ from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, mark_wh
 from autoptd.passes.batch.batch_independence import States, follow_samples
 from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows
 from autoptd.passes.graph import ancestors, descendants, infos, is_getitem, operands, updated_values
+from autoptd.passes.losses.batch_sums import Mixes, Over, over_batch, placeholder_state
+from autoptd.passes.losses.loss_spellings import SPELLINGS
 from autoptd.passes.opcall import is_random
 from autoptd.passes.trace.traced import BATCH, Traced
 
@@ -40,12 +43,13 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
     sources = _Sources.of(graph, traced)
     known = (n for n in graph.nodes if n.op == "call_function" and n not in sources.of_parameters)
     counts = {n for n in known if not any(counts_samples(t) for t in infos(n))}
+    no_sums = _no_sums(graph, traced)
     for statistics in (False, True):
         mixed: dict[fx.Node, Across] = {}
         states, _ = follow_samples(graph, traced, mixed.__setitem__, counts, statistics)
         if not mixed:
             return
-        end = _back_to_rows({*mixed, *descendants(mixed)}, states)
+        end = _back_to_rows({*mixed, *descendants(mixed)}, states, no_sums)
         if _is_end(end, states, sources, graph, traced):
             for node in end:
                 mark_whole(node)
@@ -69,13 +73,30 @@ class _Sources:
         return _Sources(parameters | descendants(parameters), (matrices | descendants(matrices)) - sampled)
 
 
-def _back_to_rows(end: set[fx.Node], states: Mapping[fx.Node, States]) -> set[fx.Node]:
-    """Return the end with all that it reads which counts samples, back to rows of samples."""
+def _no_sums(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
+    """Return the nodes without samples that are no functions of sums over them: a maximum, a median, one sample."""
+    states: dict[fx.Node, Over] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            states[node] = placeholder_state(node, traced)
+        elif node.op == "call_function":
+            if any(counts_samples(t) for t in infos(node)):
+                states[node] = Over.APART
+            elif node.target in SPELLINGS and Over.MIXED not in {states[o] for o in operands(node)}:
+                states[node] = Over.OUTER
+            else:
+                state = over_batch(node, states)
+                states[node] = Over.MIXED if isinstance(state, Mixes) else state
+    return {node for node, state in states.items() if state is Over.MIXED}
+
+
+def _back_to_rows(end: set[fx.Node], states: Mapping[fx.Node, States], no_sums: Container[fx.Node]) -> set[fx.Node]:
+    """Return the end with all that it reads which is computed from samples and is no sum, back to rows of samples."""
     stack = list(end)
     while stack:
         for node in stack.pop().all_input_nodes:
-            counts = any(counts_samples(t) for t in infos(node))
-            if counts and node not in end and not _is_row(states.get(node, ()), node):
+            counts = any(counts_samples(t) for t in infos(node)) and not _is_row(states.get(node, ()), node)
+            if node not in end and (counts or node in no_sums):
                 end.add(node)
                 stack.append(node)
     return end

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from autoptd.errors import InputsError, nearest
 from autoptd.layout.sample_rows import SampleRows
 from autoptd.nest import Nest, tensors_of
-from autoptd.passes.left_tensors import LeftTensors
+from autoptd.passes.kept.left_tensors import LeftTensors
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 
 TARGET = "targets"  # the name of a single target in a batch
@@ -161,10 +161,10 @@ class Loss(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         given = {name: self.rows[name].joined(x) if name in self.rows else x for name, x in inputs.items()}
-        with RefuseUnregistered(self.model, self.original), self.reads(inputs, given), self.left.of(self.model, inputs):
+        model, loss = self.model, self.objective.callable_of(self.model)
+        with RefuseUnregistered(model, self.original), self.reads(inputs, given), self.left.of(model, loss, inputs):
             cast = {name: x.to(self.casts[name]) if name in self.casts else x for name, x in given.items()}
-            loss = self.objective.callable_of(self.model)
-            return self.objective.of_outputs(self.model(**self.objective.inputs_of(cast)), given, loss)
+            return self.objective.of_outputs(model(**self.objective.inputs_of(cast)), given, loss)
 
 
 def read_objective(

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_map
 
 from autoptd.errors import AutoptdError, UnsupportedOp
-from autoptd.passes.left_tensors import Attribute
+from autoptd.passes.kept.python_values import KEEPERS, Holder, Name, copied, frozen, holders, label, refill, values_of
 from autoptd.passes.trace.loss import Loss
-
-T = TypeVar("T")
-_NUMBERS = (bool, int, float)
 
 
 @contextmanager
 def refuse_own_draws(model: nn.Module) -> Iterator[None]:
-    """Wrap a trace. Raises UnsupportedOp if it advanced a random generator: of Python, of NumPy or a module's own."""
-    before = _states(model)
+    """Wrap a trace. Raises UnsupportedOp if it advanced a global random generator of Python or NumPy.
+
+    Of other generators, `refuse_changes` finds that their states change.
+    """
+    before = _states()
     yield
-    for name, state in _states(model).items():
+    for name, state in _states().items():
         if name in before and state != before[name]:
             raise UnsupportedOp(
                 f"forward draws random numbers with {name}: the program would repeat the draws of the trace",
@@ -33,50 +35,41 @@ def refuse_own_draws(model: nn.Module) -> Iterator[None]:
             )
 
 
-def _states(model: nn.Module) -> dict[str, Any]:
-    """Return the states of the global generators by the Python module that draws from them, and of a model's own."""
+def _states() -> dict[str, Any]:
+    """Return the states of the global generators by the Python module that draws from them."""
     found: dict[str, Any] = {"Python's random module": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, key, *rest = numpy.random.get_state()
         found["numpy.random"] = kind, key.tobytes(), *rest
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if (state := _state_of(value)) is not None:
-                found[f"{name}.{key}".lstrip(".")] = state
     return found
 
 
-def _state_of(value: object) -> object:
-    """Return the state of a random generator; None of anything else."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return repr(value.bit_generator.state)
-    return None
+def refuse_changes(model: nn.Module, root: Loss, trace: Callable[[], ExportedProgram]) -> ExportedProgram:
+    """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if the second pass is not as the first.
 
-
-def refuse_counters(model: nn.Module, root: Loss, trace: Callable[[], T]) -> T:
-    """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if every pass changes a Python number, or
-    reads a tensor that the pass before left in an attribute.
-
-    A number that only the first pass sets, such as a length, is a cache. A second trace, made if needed, tells. It has
-    something that no op takes for each tensor that the first pass left.
+    That is where every pass changes a Python value (`python_values.py`), a pass reads a tensor that the pass before
+    left in one, or a value that the first pass sets decides what the second computes. What only the first pass sets,
+    such as a length, is a cache. A second trace, made if needed, tells. It has something that no op takes for each
+    tensor that the first pass left. Python values are afterwards as before.
     """
-    before, found, after = _numbers(model), *_traced(model, root, trace)
-    changed: dict[Attribute, object] = {key: value for key, value in after.items() if before.get(key) != value}
-    left = root.left.found
-    if not changed and not left:
-        return found
-    with _as_left(model, changed | left):
+    start = _Values.of(model, root)
+    try:
+        found, first = _traced(model, root, trace, start)
+        left = root.left.found
+        changed = first.changed_since(start)
+        if not changed and not left:
+            return found
+        for name in changed:  # torch.export has undone what modules hold
+            if first.holders[name].restored:
+                first.put(name, first.held[name])
+        for name, stand_in in left.items():
+            first.put(name, stand_in)
         try:
-            _, second = _traced(model, root, trace)
+            again, second = _traced(model, root, trace, first)
         except (AutoptdError, AttributeError, TypeError) as error:
             if not left:
                 raise
-            names = ", ".join(f"{name}.{key}".lstrip(".") for name, key in left)
+            names = ", ".join(map(label, left))
             raise UnsupportedOp(
                 f"forward reads {names} of the pass before, where it leaves a tensor that depends on data: the program "
                 "would hold that of the trace",
@@ -84,32 +77,72 @@ def refuse_counters(model: nn.Module, root: Loss, trace: Callable[[], T]) -> T:
                 fix="keep it in a buffer (register_buffer), written to by self.name.copy_(…) under no_grad; or return "
                 "it and pass it as an input",
             ) from error
-    for key, value in changed.items():
-        if second.get(key) != value:
-            where = ".".join(filter(None, key))
+        for name in second.changed_since(first) & changed:
             raise UnsupportedOp(
-                f"forward changes {where}, a Python number, in every pass: the program would hold that of the trace",
-                where=where,
-                fix="pass it as an input, or count outside forward",
+                f"forward changes {label(name)}, a Python value, in every pass: the program would hold that of the "
+                "trace",
+                where=label(name),
+                fix="pass it as an input, or count and draw outside forward",
             )
-    return found
-
-
-@contextmanager
-def _as_left(model: nn.Module, values: Mapping[Attribute, object]) -> Iterator[None]:
-    """Give attributes the values that a pass left, within: torch.export restores those that a trace changed."""
-    modules = dict(model.named_modules())
-    held = {(name, key): vars(modules[name])[key] for name, key in values if key in vars(modules[name])}
-    for (name, key), value in values.items():
-        object.__setattr__(modules[name], key, value)
-    try:
-        yield
+        if _text(again) != _text(found):
+            names = ", ".join(map(label, sorted(changed))) or "what a pass leaves"
+            raise UnsupportedOp(
+                f"forward computes something else in its second pass than in its first, which changes {names}: the "
+                "program would repeat one of them",
+                where=names,
+                fix="set it outside forward, or pass what differs as an input",
+            )
+        return found
     finally:
-        for name, key in values:
-            if (name, key) in held:
-                object.__setattr__(modules[name], key, held[name, key])
-            elif key in vars(modules[name]):
-                object.__delattr__(modules[name], key)
+        start.put_back(_Values.of(model, root))
+
+
+def _text(program: ExportedProgram) -> list[str]:
+    """Return the ops of a program and their arguments."""
+    return [str(m.graph) for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+
+
+@dataclass(eq=False)
+class _Values:
+    """Python values at one time, by name.
+
+    `held`: the objects; `copies`: these with lists and dictionaries copied, but what modules hold, which torch.export
+    restores; `states`: what `frozen` makes of them.
+    """
+
+    holders: dict[Name, Holder] = field(default_factory=dict)
+    held: dict[Name, object] = field(default_factory=dict)
+    copies: dict[Name, object] = field(default_factory=dict)
+    states: dict[Name, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, root: Loss) -> _Values:
+        found, known = cls(), dict[int, object]()
+        for holder in holders(model, root.objective.callable_of(model)):
+            for name, value in values_of(holder):
+                state = frozen(value, known)
+                if state is None and not isinstance(value, KEEPERS):
+                    continue
+                found.holders[name], found.held[name], found.states[name] = holder, value, state
+                if not holder.restored:
+                    found.copies[name] = copied(value)
+        return found
+
+    def changed_since(self, before: _Values) -> set[Name]:
+        """Return the names of the numbers that differ, on their own or in containers."""
+        return {name for name, state in self.states.items() if state is not None and before.states.get(name) != state}
+
+    def put(self, name: Name, value: object) -> None:
+        self.holders[name].put(name[1], value)
+
+    def put_back(self, now: _Values) -> None:
+        """Give each holder what it had, of which it has `now` other objects or other elements."""
+        for name in now.held.keys() - self.held.keys():
+            now.holders[name].drop(name[1])
+        for name, value in self.held.items():
+            if now.held.get(name) is not value:
+                self.put(name, value)
+            refill(value, self.copies.get(name, value))
 
 
 @contextmanager
@@ -155,21 +188,21 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
     return x is y or x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
-def _traced(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> tuple[T, Mapping[tuple[str, str], object]]:
-    """Return the trace, and the model's Python numbers at the end of forward."""
-    seen: list[Mapping[tuple[str, str], object]] = []
-    hook = root.register_forward_hook(lambda *_: seen.append(_numbers(model)))
+def _traced(
+    model: nn.Module, root: Loss, trace: Callable[[], ExportedProgram], before: _Values
+) -> tuple[ExportedProgram, _Values]:
+    """Return the trace, and the model's Python values at the end of forward. torch.export fills lists and dictionaries
+    again with what they held; those that have changed are copied before."""
+    seen: list[_Values] = []
+
+    def end(*_: object) -> None:
+        values = _Values.of(model, root)
+        for name in values.changed_since(before):
+            values.held[name] = tree_map(lambda x: x, values.held[name])
+        seen.append(values)
+
+    hook = root.register_forward_hook(end)
     try:
         return trace(), seen[-1]
     finally:
         hook.remove()
-
-
-def _numbers(model: nn.Module) -> dict[tuple[str, str], object]:
-    """Return the number-valued attributes of all modules, by (module name, attribute)."""
-    return {
-        (name, key): value
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if type(value) in _NUMBERS and value == value  # no NaN
-    }

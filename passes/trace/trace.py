@@ -45,7 +45,7 @@ from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, with_ctc_shapes, without_shape_cache
 from autoptd.passes.trace.lean_export import lean_export, silent_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
-from autoptd.passes.trace.python_state import refuse_counters, refuse_own_draws, shares_memory, write_assigned_buffers
+from autoptd.passes.trace.python_state import refuse_changes, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, check_inputs, fixed_at, picture_dims
@@ -326,8 +326,17 @@ class _Exporter:
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
         refuse_recording_hooks(model)
-        self.turns.rows.clear()
-        found = Repeats(model) if repeats else None
+
+        def traced() -> torch.export.ExportedProgram:
+            found = Repeats(model) if repeats else None
+            self.turns.rows.clear()
+            with nullcontext() if found is None else found.running(), random_code(self.skips):
+                program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
+            inline_regions(program.graph, program.graph_module)  # writes within them are looked for next
+            if found is not None:
+                expand_repeats(program.graph, found.captures, found.paths)
+            return program
+
         try:
             with (
                 without_collector(),
@@ -338,24 +347,16 @@ class _Exporter:
                 refuse_own_draws(model),
                 refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss, self.ints),
-                random_code(self.skips),
                 written_to_trace(self.model),
-                nullcontext() if found is None else found.running(),
                 write_assigned_buffers(model, root),
             ):
-                program = refuse_counters(
-                    model, root, lambda: torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
-                )
+                return refuse_changes(model, root, traced)
         except AutoptdError as error:
             raise placed(error) from None
         except SizeNeeded:
             raise
         except Exception as error:  # anything that the model's code or a library raises
             raise explain(error) from error
-        inline_regions(program.graph, program.graph_module)  # writes within them are looked for next
-        if found is not None:
-            expand_repeats(program.graph, found.captures, found.paths)
-        return program
 
 
 def _write_functionally(program: torch.export.ExportedProgram) -> None:

@@ -12,12 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import autoptd
+from autoptd.errors import AutoptdError
+from autoptd.passes.losses import reduce_loss, whole_batch
 from autoptd.runtime.batch_counts import LossTotal
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from autoptd.verification.verdict import verify_plan
-from tests.everyday_losses import WHOLE, clip, model_of, ragged, two_views
+from tests.everyday_losses import PICKED, WHOLE, by_sample, clip, model_of, ragged, two_views
 from tests.parity.parity_check import TOLERANCE
 from tests.parity.test_parity_losses import SCHEDULES, Deep, made, off
 
@@ -28,6 +30,25 @@ def test_as_on_one_process(name: str) -> None:
     parallel = made(model, batch)
     assert parallel.plan.schedule.microbatches == 2 and off(parallel, model, batch) <= TOLERANCE
     assert any("compares all samples" in note for note in parallel.plan.notes)
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_one_number_of_all_samples_beside_sums_is_refused(name: str) -> None:
+    """No row of a sample is read: such a loss has no end to compute from all samples."""
+    model = model_of(lambda z, y, m: by_sample(z).mean() * PICKED[name](by_sample(z)))
+    with pytest.raises(AutoptdError, match="needs all samples of the batch at once"):
+        made(model, ragged())
+
+
+@pytest.mark.fault("one number of a microbatch")
+def test_a_number_of_a_microbatch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out of the end what has no samples: the median of each microbatch would be averaged."""
+    monkeypatch.setattr(whole_batch, "_no_sums", lambda graph, traced: set())
+    with pytest.raises(AutoptdError, match="needs all samples of the batch at once"):
+        made(model_of(WHOLE["median"]), ragged())
+    monkeypatch.setattr(reduce_loss._Rewriter, "_mixed_before", lambda self, loss: [])
+    model, batch = model_of(WHOLE["median"]), ragged()
+    assert off(made(model, batch), model, batch) > 1e-3
 
 
 @pytest.mark.parametrize("zero", range(4))

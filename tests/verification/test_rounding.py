@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.errors import CannotVerify
 from autoptd.plans.model import Plan
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import Trial, replace_text, trial_on
@@ -49,6 +52,27 @@ def test_amplified_rounding_is_no_fault() -> None:
 def test_a_fault_in_such_a_model_is_found() -> None:
     made, plan = trial()
     assert not judge(replace_text(made, "exp(head)", "exp(head * (1 + 1e-7))"), plan).agrees
+
+
+class OfTheClock(nn.Module):
+    """A loss that depends on something that no seed repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean() * (1 + time.perf_counter_ns() % 1000)
+
+
+def test_a_model_that_does_not_repeat_itself_cannot_be_verified() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, WIDTH, dtype=torch.float64)
+    source = autoptd.trace(OfTheClock().double(), inputs={"x": x[:2]}, precision="fp64")
+    plan = autoptd.plan(source, world=4, batch=8, fix={"dp": 4}, optimizer="sgd", cluster="dgx-h100")
+    with pytest.raises(CannotVerify, match="the plain model differs from itself as well") as caught:
+        judge(trial_on(Subject(source, plan, source), [{"x": x}, {"x": x.flip(0)}]), plan)
+    assert "no clock" in caught.value.fix
 
 
 class ByType(nn.Module):

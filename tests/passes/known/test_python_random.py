@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from random import random as fraction
 from random import uniform
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.random import fork_rng
+from torch.utils.checkpoint import checkpoint
 
 import autoptd
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.known.python_random import fractions_drawn_by_torch
+from autoptd.passes.trace.trace import trace
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import trial_on
 from autoptd.verification.verdict import judge
@@ -86,3 +91,52 @@ def test_the_module_is_left_as_it_was() -> None:
         assert isinstance(random.random(), Tensor) and isinstance(fraction(), Tensor)
         assert isinstance(random.randint(1, 2), int)
     assert isinstance(random.random(), float) and isinstance(fraction(), float)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+@contextmanager
+def imported() -> Iterator[None]:
+    with fork_rng():
+        yield
+
+
+class Projected(nn.Module):
+    """A layer behind noise that is drawn under a seed."""
+
+    def __init__(self, seed: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.layer, self.seed = nn.Linear(4, 4), seed
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.seed():
+            noise = torch.randn(4, 4, dtype=x.dtype)
+        return self.layer(x @ noise).square().mean()
+
+
+@pytest.mark.parametrize(("seed", "name"), [(seeded, "manual_seed"), (kept, "get_rng_state"), (imported, "fork_rng")])
+def test_seeds_in_forward_are_refused(seed: Callable[[], AbstractContextManager[None]], name: str) -> None:
+    with pytest.raises(UnsupportedOp, match=f"forward calls torch.*{name}") as caught:
+        trace(Projected(seed), {"x": torch.ones(2, 4)})
+    assert "test_python_random.py" in caught.value.where and "register_buffer" in caught.value.fix
+
+
+def test_checkpoints_keep_states_of_generators() -> None:
+    """State of torch's own, for what it computes again."""
+
+    class Checkpointed(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=False).square().mean()
+
+    trace(Checkpointed(seeded), {"x": torch.ones(2, 4)})

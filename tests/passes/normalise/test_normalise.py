@@ -365,7 +365,7 @@ class Counting(nn.Module):
 def test_a_number_that_every_pass_changes_is_refused() -> None:
     inputs = {"x": torch.randn(4, 4), "y": torch.randn(4, 4)}
     normalised(Counting(False), inputs)
-    with pytest.raises(UnsupportedOp, match="forward changes passes, a Python number, in every pass"):
+    with pytest.raises(UnsupportedOp, match="forward changes passes, a Python value, in every pass"):
         normalised(Counting(True), inputs)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that a forward pass leaves in attributes of modules, where the next pass may read them.
+"""Tensors that a forward pass leaves in Python values (`python_values.py`), where the next pass may read them.
 
     self.mem = h.detach()           read by the next pass: state, which a traced program would not have
     self.last_loss = loss           not read
@@ -19,50 +19,47 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autoptd.passes.graph import ancestors
-
-Attribute = tuple[str, str]  # name of a module, and of its attribute
+from autoptd.passes.kept.python_values import Name, holders, values_of
 
 
 @dataclass(eq=False)
 class LeftTensors:
-    """Stand-ins for the tensors that a pass left, by attribute. No container: torch.export would restore it."""
+    """Stand-ins for the tensors that a pass left, by their names. No container: torch.export would restore it."""
 
-    found: dict[Attribute, object] = field(default_factory=dict)
+    found: dict[Name, object] = field(default_factory=dict)
 
     @contextmanager
-    def of(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Wrap a pass of a model, and find what it leaves."""
-        before = _attributes(model)
+    def of(self, model: nn.Module, loss: object, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+        """Wrap a pass of a model and its loss, and find what it leaves."""
+        before = _held_by(model, loss)
         yield
-        self.found = _left_by(model, before, list(inputs.values()))
+        self.found = _left_by(model, before, _held_by(model, loss), list(inputs.values()))
 
 
 class Left:
     """Stand-in for a tensor that a pass left: no op takes it."""
 
 
-def _attributes(model: nn.Module) -> dict[Attribute, tuple[object, list[object]]]:
-    """Return the attributes of all modules that hold tensors, or might, with what a container among them holds."""
-    return {
-        (name, key): (value, _held(value))
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if not key.startswith("_") or isinstance(value, Tensor)
-    }
+_Values = dict[Name, tuple[object, list[object]]]
 
 
-def _left_by(
-    model: nn.Module, before: Mapping[Attribute, tuple[object, list[object]]], inputs: Collection[Tensor]
-) -> dict[Attribute, object]:
-    """Return the attributes in which a pass left tensors that depend on data, with stand-ins, shared as these are."""
-    found: dict[Attribute, object] = {}
+def _held_by(model: nn.Module, loss: object) -> _Values:
+    """Return the values that are tensors or containers of tensors, with these tensors."""
+    every = ((name, value, _held(value)) for held in holders(model, loss) for name, value in values_of(held))
+    return {name: (value, held) for name, value, held in every if any(isinstance(x, Tensor) for x in held)}
+
+
+def _left_by(model: nn.Module, before: _Values, after: _Values, inputs: Collection[Tensor]) -> dict[Name, object]:
+    """Return the names of the tensors that depend on data and that a pass left, with stand-ins, shared as these are."""
+    found: dict[Name, object] = {}
     shared: dict[int, object] = {}
     data = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
-    for at, (value, held) in _attributes(model).items():
-        _, old = before.get(at, (None, []))
+    for name, (value, held) in after.items():
+        _, old = before.get(name, (None, []))
         if any(isinstance(x, Tensor) and all(x is not y for y in old) and _made_of(x, data) for x in held):
             several = isinstance(value, list | deque)
-            found[at] = shared.setdefault(id(value), type(value)(Left() for _ in held) if several else Left())  # type: ignore[call-arg]
+            made = type(value)(Left() for _ in held) if several else Left()  # type: ignore[call-arg]
+            found[name] = shared.setdefault(id(value), made)
     return found
 
 

@@ -1,0 +1,252 @@
+"""Python values that a model's code can keep from one pass to the next, by who holds them.
+
+    self.step            an attribute of a module
+    Model.step           an attribute of a class
+    STEP                 a global of a file
+    n of hook            what a function holds: a variable of the function around it, or a default argument
+
+Files are those that define the model's classes, and the user's own: installed libraries hold caches and locks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import os
+import random
+import sys
+import sysconfig
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+Name = tuple[str, str]  # path of a module, or what another holder is called; and of what it holds
+
+KEEPERS = (Tensor, list, dict, deque, functools._lru_cache_wrapper, type(None))  # may be, hold or become a tensor
+
+_MOST = 10_000  # elements of a container or an array that are looked at
+_DICTS = (dict, OrderedDict, defaultdict, Counter)  # others may make what they are asked for
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+_ITERATORS = (itertools.count, itertools.cycle, itertools.repeat)
+_CACHE = functools._lru_cache_wrapper
+_PLAIN = ("argparse", "types")  # modules whose objects are namespaces
+_LIBRARIES = ("autoptd", "torch")
+_TRAINED = ("_parameters", "_buffers")
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # such as hooks, of which most modules have none
+
+
+@dataclass(frozen=True, eq=False)
+class Holder:
+    """A module, class, file or function, and the values that it holds.
+
+    `restored`: torch.export undoes what a trace assigns to it, or does to its lists and dictionaries.
+    """
+
+    name: str
+    values: Mapping[str, object]
+    put: Callable[[str, object], None]
+    drop: Callable[[str], None]
+    restored: bool = False
+
+
+def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
+    """Yield a model's modules, and the classes, files and functions of its code and of a loss; the environment."""
+    classes: dict[type, None] = {}
+    functions: dict[types.FunctionType, None] = {}
+    _find_functions([loss], functions)
+    yield Holder("the environment", os.environ, os.environ.__setitem__, os.environ.__delitem__)  # type: ignore[arg-type]
+    loss_modules = loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ()
+    if loss is not None:
+        yield Holder("", {"loss": loss}, lambda name, value: None, lambda name: None)
+    for name, module in (*model.named_modules(), *loss_modules):
+        put, drop = (functools.partial(f, module) for f in (object.__setattr__, object.__delattr__))
+        yield Holder(name, vars(module), put, drop, restored=True)
+        classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _may_be_own(cls.__module__)))
+        _find_functions([value for key, value in vars(module).items() if key not in _OF_MODULES or value], functions)
+    files = {cls.__module__ for cls in classes} | {file for file in list(sys.modules) if _is_users(file)}
+    for file in sorted(files & sys.modules.keys() - {"__mp_main__"}):  # another name of __main__
+        names = vars(sys.modules[file])
+        yield Holder(f"file {file}", names, names.__setitem__, names.__delitem__)
+        own = [value for value in list(names.values()) if getattr(value, "__module__", None) == file]
+        classes.update(dict.fromkeys(value for value in own if isinstance(value, type)))
+        _find_functions(own, functions)
+    for cls in classes:
+        put, drop = (functools.partial(f, cls) for f in (setattr, delattr))
+        yield Holder(f"class {cls.__module__}.{cls.__qualname__}", vars(cls), put, drop)
+        _find_functions(list(vars(cls).values()), functions)
+    number = Counter[str]()
+    for function in functions:
+        number[function.__qualname__] += 1
+        yield _of_function(function, number[function.__qualname__])
+
+
+def label(name: Name) -> str:
+    """Return how an error names a value."""
+    holder, key = name
+    return f"{key} of {holder}" if " " in holder else ".".join(filter(None, name))
+
+
+def values_of(held: Holder) -> Iterator[tuple[Name, object]]:
+    """Yield what a holder keeps, but a module's parameters and buffers."""
+    for key, value in list(held.values.items()):
+        if key not in _TRAINED and not key.startswith("__") and (key not in _OF_MODULES or value):
+            yield (held.name, key), value
+
+
+def frozen(value: object, known: dict[int, object]) -> object:
+    """Return what decides in a Python value, for comparison: its numbers, strings, functions, classes, modules, and
+    random states; None if it has none of these.
+
+    `known`: results of the values that were asked for before, by id.
+    """
+    if isinstance(value, bool | int | float | complex | str):
+        return value if value == value else "nan"
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return value.__code__  # type: ignore[union-attr]
+    if isinstance(value, type):
+        return value
+    if isinstance(value, nn.Module):
+        return id(value)
+    if value is None or isinstance(value, Tensor | types.ModuleType):
+        return None
+    if id(value) not in known:
+        known[id(value)] = None  # of a cycle
+        known[id(value)] = _state_of(value) or _contents(value, known)
+    return known[id(value)]
+
+
+def copied(value: object) -> object:
+    """Return a list or dictionary with the same elements, or the size of a function's cache; else the value itself."""
+    if isinstance(value, _CACHE):
+        return value.cache_info().currsize
+    return copy.copy(value) if type(value) in (*_DICTS, list, deque) and len(value) <= _MOST else value  # type: ignore[arg-type]
+
+
+def refill(value: Any, elements: Any) -> None:
+    """Give a list or dictionary the elements that it had; empty a function's cache that has grown."""
+    if isinstance(value, _CACHE):
+        if value.cache_info().currsize != elements:
+            value.cache_clear()
+    elif type(value) in _DICTS:
+        if value.keys() != elements.keys() or any(value[key] is not x for key, x in elements.items()):
+            value.clear()
+            value.update(elements)
+    elif type(value) in (list, deque) and [*map(id, value)] != [*map(id, elements)]:
+        value.clear()
+        value.extend(elements)
+
+
+def _state_of(value: object) -> object:
+    """Return the state of a random generator, an iterator or an array; None of anything else."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        with _disable_current_modes():  # of a trace
+            return value.get_state().numpy().tobytes()
+    if isinstance(value, _ITERATORS):
+        return repr(value)
+    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+        return repr(getattr(value, "bit_generator", value).state) if hasattr(value, "bit_generator") else None
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        return value.tobytes() if value.size <= _MOST and value.dtype != object else None
+    return None
+
+
+def _contents(value: Any, known: dict[int, object]) -> object:
+    held: list[tuple[object, object]]
+    if isinstance(value, functools.partial):
+        return _contents([value.args, value.keywords], known)
+    if type(value) in _DICTS:
+        held = [(key, frozen(x, known)) for key, x in itertools.islice(value.items(), _MOST)]
+    elif isinstance(value, _SEQUENCES):
+        held = [(None, frozen(x, known)) for x in itertools.islice(value, _MOST)]
+    elif hasattr(value, "__dict__") and (type(value).__module__ in _PLAIN or _is_users(type(value).__module__)):
+        held = [(key, frozen(x, known)) for key, x in vars(value).items()]
+    else:
+        return None
+    kept = tuple((key, x) for key, x in held if x is not None)
+    return kept or None
+
+
+def _find_functions(values: list[object], found: dict[types.FunctionType, None]) -> None:
+    """Add the functions among values, and those that they hold, that hold anything from call to call."""
+    for value in values:
+        if isinstance(value, types.MethodType | staticmethod | classmethod):
+            _find_functions([value.__func__], found)
+        elif isinstance(value, property):
+            _find_functions([value.fget, value.fset], found)
+        elif isinstance(value, functools.partial):
+            _find_functions([value.func, *value.args, *value.keywords.values()], found)
+        elif isinstance(value, dict) and len(value) < _MOST:  # hooks of a module
+            _find_functions(list(value.values()), found)
+        elif (
+            isinstance(value, types.FunctionType)
+            and value not in found
+            and _may_be_own(value.__module__)
+            and (held := _values_of(value))
+        ):
+            found[value] = None
+            _find_functions(list(held.values()), found)
+
+
+def _values_of(function: types.FunctionType) -> dict[str, object]:
+    """Return what a function holds: variables of the functions around it, and default arguments."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    around = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+    return {**_defaults(function), **around}
+
+
+def _defaults(function: types.FunctionType) -> dict[str, object]:
+    given = function.__defaults__ or ()
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
+    return {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _of_function(function: types.FunctionType, number: int) -> Holder:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def put(name: str, value: object) -> None:
+        if name in cells:
+            cells[name].cell_contents = value
+
+    def drop(name: str) -> None:
+        if name in cells:
+            del cells[name].cell_contents
+
+    name = f"function {function.__qualname__}{f', number {number}' if number > 1 else ''}"
+    return Holder(name, _values_of(function), put, drop)
+
+
+def _may_be_own(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing", "enum")
+
+
+def _is_users(module: str) -> bool:
+    """Return whether a module is the user's: a script, a notebook, or a file outside of installed libraries."""
+    if module == "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return isinstance(file, str) and module.partition(".")[0] not in _LIBRARIES and not _is_installed(file)
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    paths = sysconfig.get_paths()
+    return file.startswith(tuple(paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")))

@@ -1,0 +1,70 @@
+"""Code that seeds torch's generators, or keeps their state, while a model is traced: refused.
+
+    torch.manual_seed(0); noise = torch.randn(n)             the same noise in every step
+    state = torch.get_rng_state(); … ; torch.set_rng_state(state)       the same mask twice
+
+A program draws by sample, place and step, whatever the state of a generator is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from autoptd.errors import UnsupportedOp
+
+_SEEDS: dict[Callable[..., Any], str] = {
+    torch.manual_seed: "manual_seed",
+    torch.seed: "seed",
+    torch.get_rng_state: "get_rng_state",
+    torch.set_rng_state: "set_rng_state",
+    torch.random.fork_rng: "random.fork_rng",
+    torch.cuda.manual_seed: "cuda.manual_seed",
+    torch.cuda.manual_seed_all: "cuda.manual_seed_all",
+    torch.cuda.get_rng_state: "cuda.get_rng_state",
+    torch.cuda.set_rng_state: "cuda.set_rng_state",
+}
+_TORCH = str(Path(torch.__file__).parent)  # its checkpoints keep states, which their recomputation needs
+
+
+@contextmanager
+def refuse_seeds(model: nn.Module) -> Iterator[None]:
+    """Refuse calls of torch's seeding functions, from the files of the model's classes or through torch, within."""
+    files = {cls.__module__ for m in model.modules() for cls in type(m).__mro__} & sys.modules.keys()
+    with ExitStack() as replaced:
+        for owner in (torch, torch.random, torch.cuda, torch.cuda.random, *(sys.modules[file] for file in files)):
+            for name, value in list(vars(owner).items()):
+                if callable(value) and _is_seed(value):
+                    replaced.enter_context(patch.object(owner, name, _refusing(value)))
+        yield
+
+
+def _is_seed(value: Callable[..., Any]) -> bool:
+    try:
+        return value in _SEEDS
+    except TypeError:  # no hash
+        return False
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            return function(*args, **kwargs)
+        _refuse(_SEEDS[function])
+
+    return refuse
+
+
+def _refuse(name: str) -> NoReturn:
+    raise UnsupportedOp(
+        f"forward calls torch.{name}: the program draws other numbers for every sample and step, whatever the seed",
+        fix="draw what stays the same once, in __init__, into a buffer (register_buffer); to use a mask twice, draw it "
+        "once: mask = F.dropout(torch.ones_like(x), p); x * mask",
+    )
