@@ -166,6 +166,7 @@ FAULTS: dict[str, dict[str, str]] = {
     "backward passes of one's own": {
         "a write's gradient lost": "what is written to a detached tensor has no gradient, as in torch's own form",
         "only the forward traced": "the backward of a user's Function or hook is replaced by that of its forward",
+        "a hook's state frozen": "a number that a forward hook counts up is that of the trace in every step",
         "hooks in another order": "two hooks on one tensor are applied in reverse order",
         "gradients of samples mixed": "a backward pass that mixes samples sees one microbatch of them (it is refused)",
         "parts of gradients clipped": "a parameter's gradient is clipped in parts, one per microbatch (it is refused)",

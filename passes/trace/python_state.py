@@ -6,16 +6,18 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from autoptd.errors import AutoptdError, UnsupportedOp
+from autoptd.passes.custom_grad.hooks import ForwardHooks, keeping
 from autoptd.passes.left_tensors import Attribute
+from autoptd.passes.random.skipped_layers import equal_programs
 from autoptd.passes.trace.loss import Loss
 
-T = TypeVar("T")
 _NUMBERS = (bool, int, float)
 
 
@@ -58,24 +60,26 @@ def _state_of(value: object) -> object:
     return None
 
 
-def refuse_counters(model: nn.Module, root: Loss, trace: Callable[[], T]) -> T:
+def refuse_counters(
+    model: nn.Module, root: Loss, hooks: ForwardHooks, trace: Callable[[], ExportedProgram]
+) -> ExportedProgram:
     """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if every pass changes a Python number, or
-    reads a tensor that the pass before left in an attribute.
+    reads a tensor that the pass before left in an attribute, or a hook keeps something from pass to pass.
 
     A number that only the first pass sets, such as a length, is a cache. A second trace, made if needed, tells. It has
     something that no op takes for each tensor that the first pass left.
     """
-    before, found, after = _numbers(model), *_traced(model, root, trace)
+    before, held, (found, after, kept) = _numbers(model), hooks.state(), _traced(model, root, hooks, trace)
     changed: dict[Attribute, object] = {key: value for key, value in after.items() if before.get(key) != value}
-    left = root.left.found
-    if not changed and not left:
+    left, collects = root.left.found, hooks.collects or kept != held
+    if not changed and not left and not collects:
         return found
     with _as_left(model, changed | left):
         try:
-            _, second = _traced(model, root, trace)
-        except (AutoptdError, AttributeError, TypeError) as error:
-            if not left:
-                raise
+            other, second, again = _traced(model, root, hooks, trace)
+        except Exception as error:
+            if not left or not isinstance(error, AutoptdError | AttributeError | TypeError):
+                raise (keeping(hooks) if collects else error) from error
             names = ", ".join(f"{name}.{key}".lstrip(".") for name, key in left)
             raise UnsupportedOp(
                 f"forward reads {names} of the pass before, where it leaves a tensor that depends on data: the program "
@@ -84,6 +88,8 @@ def refuse_counters(model: nn.Module, root: Loss, trace: Callable[[], T]) -> T:
                 fix="keep it in a buffer (register_buffer), written to by self.name.copy_(…) under no_grad; or return "
                 "it and pass it as an input",
             ) from error
+    if collects and (kept != again or not equal_programs(found, other)):
+        raise keeping(hooks)
     for key, value in changed.items():
         if second.get(key) != value:
             where = ".".join(filter(None, key))
@@ -155,12 +161,14 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
     return x is y or x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
-def _traced(model: nn.Module, root: nn.Module, trace: Callable[[], T]) -> tuple[T, Mapping[tuple[str, str], object]]:
-    """Return the trace, and the model's Python numbers at the end of forward."""
-    seen: list[Mapping[tuple[str, str], object]] = []
-    hook = root.register_forward_hook(lambda *_: seen.append(_numbers(model)))
+def _traced(
+    model: nn.Module, root: nn.Module, hooks: ForwardHooks, trace: Callable[[], ExportedProgram]
+) -> tuple[ExportedProgram, Mapping[tuple[str, str], object], object]:
+    """Return the trace, and the Python state of the model and of its hooks at the end of forward."""
+    seen: list[tuple[Mapping[tuple[str, str], object], object]] = []
+    hook = root.register_forward_hook(lambda *_: seen.append((_numbers(model), hooks.state())))
     try:
-        return trace(), seen[-1]
+        return trace(), *seen[-1]
     finally:
         hook.remove()
 
