@@ -25,6 +25,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "loss": {
         "rows that are not selected": "rows that a mask leaves out count in a sum, or in a mean's divisor",
+        "rows written twice": "x[i] += v adds all of v where i has an index twice, of which torch keeps one (refused)",
         "turns without rows": "a turn of a loop that a model leaves out where a mask selects no rows changes a value",
         "mean of means": "each microbatch averages over its own valid tokens, and these averages are averaged",
         "ratio by samples": "a loss normalised by class weights or a ratio is weighted by numbers of samples",
