@@ -26,6 +26,7 @@ FAULTS: dict[str, dict[str, str]] = {
     "loss": {
         "rows that are not selected": "rows that a mask leaves out count in a sum, or in a mean's divisor",
         "one number of a microbatch": "a median over the batch, which its rows read, is averaged over microbatches",
+        "rows written twice": "x[i] += v adds all of v where i has an index twice, of which torch keeps one (refused)",
         "turns without rows": "a turn of a loop that a model leaves out where a mask selects no rows changes a value",
         "mean of means": "each microbatch averages over its own valid tokens, and these averages are averaged",
         "ratio by samples": "a loss normalised by class weights or a ratio is weighted by numbers of samples",
@@ -167,6 +168,7 @@ FAULTS: dict[str, dict[str, str]] = {
     "backward passes of one's own": {
         "a write's gradient lost": "what is written to a detached tensor has no gradient, as in torch's own form",
         "only the forward traced": "the backward of a user's Function or hook is replaced by that of its forward",
+        "a hook's state frozen": "a number that a forward hook counts up is that of the trace in every step",
         "hooks in another order": "two hooks on one tensor are applied in reverse order",
         "gradients of samples mixed": "a backward pass that mixes samples sees one microbatch of them (it is refused)",
         "parts of gradients clipped": "a parameter's gradient is clipped in parts, one per microbatch (it is refused)",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from autoptd.layout.layout import Layout
+from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
 from autoptd.passes.known.flex_attention import eager_flex_attention
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
@@ -98,7 +99,7 @@ def train_alone(
     """
     objective, _ = read_objective(loss, {}, targets)
     objective, model = objective.joined(model)
-    model = copy.deepcopy(model, {id(x): x.detach() for x in computed_tensors(model)})
+    model = copy_with_hooks(model, {id(x): x.detach() for x in computed_tensors(model)})
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stepper = choose(optimizer, optimizer_options or {}, groups, trained, hidden).build(trained)
     losses, norms, gradients = [], [], {}

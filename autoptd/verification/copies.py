@@ -1,15 +1,17 @@
-"""Copies of a model that train as it does: parameter hooks, which a deep copy drops, are copied too."""
+"""Copies of a model that train as it does: hooks of parameters, which a deep copy drops, are copied too, and hooks of
+modules belong to the copy."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
 from torch import Tensor, nn
 
 from autoptd.errors import PlanError
+from autoptd.passes.custom_grad.hook_copies import bound_to, copy_with_hooks
 from autoptd.passes.trace.skeleton import computed_tensors
 
 # Attributes of a module that hold its hooks (private to torch; seen in 2.13.0).
@@ -30,7 +32,7 @@ def copied(model: nn.Module) -> nn.Module:
 
     What a forward pass left on a module, such as a recurrent state, is copied without the graph that it came from.
     """
-    made = copy.deepcopy(model, {id(x): x.detach().clone() for x in computed_tensors(model)})
+    made = copy_with_hooks(model, {id(x): x.detach().clone() for x in computed_tensors(model)})
     for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
     return made
@@ -58,16 +60,27 @@ def carry_settings(to: nn.Module, of: nn.Module) -> None:
             where=", ".join(changed[:6]) or "model",
             fix="verify it at its own widths",
         )
-    for name in mine.keys() & theirs.keys():
+    both = mine.keys() & theirs.keys()
+    copies: dict[int, Any] = {id(theirs[n]): mine[n] for n in both}
+    copies |= {id(x): vars(mine[n])[k] for n in both for k, x in _own_containers(theirs[n]) if k in vars(mine[n])}
+    for name in both:
         mine[name].training = theirs[name].training
         for kept in _HOOKS:
-            setattr(mine[name], kept, copy.copy(getattr(theirs[name], kept)))
-    held = dict(of.named_parameters(remove_duplicate=False))
+            held = copy.copy(getattr(theirs[name], kept))
+            bound = kept in ("_forward_hooks", "_forward_pre_hooks")
+            setattr(mine[name], kept, type(held)((k, bound_to(copies, h)) for k, h in held.items()) if bound else held)
+    given = dict(of.named_parameters(remove_duplicate=False))
     for name, p in to.named_parameters():
-        if name in held:
-            p.requires_grad_(held[name].requires_grad)
+        if name in given:
+            p.requires_grad_(given[name].requires_grad)
             if p.requires_grad:
-                carry_parameter_hooks(p, held[name])
+                carry_parameter_hooks(p, given[name])
+
+
+def _own_containers(module: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (k, x) for k, x in vars(module).items() if not k.startswith("_") and isinstance(x, (list, dict, set, deque))
+    ]
 
 
 def _form(name: str) -> str:

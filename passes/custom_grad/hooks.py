@@ -1,22 +1,37 @@
 """Refuse, by name, the hooks of a model that the emitted program would not call.
 
-Only the forward pass is traced, so backward hooks of modules and hooks on parameters would be lost. Forward hooks run
-while the model is traced, and the ops they compute are in the trace; a hook that only reads its tensors would see those
-of the trace and no others.
+Only the forward pass is traced, so backward hooks of modules and hooks on parameters would be lost.
+
+Forward hooks run while the model is traced, and what they do to tensors is in the trace:
+
+    layer.register_forward_hook(lambda m, args, out: features.append(out))    read by forward: a part of it
+    layer.register_forward_hook(lambda m, args, out: log(out.norm()))         only looks: would be lost
+
+A hook is given other tensors of the same memory, each the result of a marking node, which is removed after the trace.
+The hook is a part of forward if the results depend on a node that it made or was given. A part of forward that keeps
+something for the next pass, such as a list that grows, is found by a second trace (`trace/python_state.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import takewhile
+from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.library import Library
 from torch.nn.modules import module as module_state
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.custom_grad.ops import described
+from autoptd.passes.graph import ancestors
 
 _MODULE = {
     "_backward_hooks": "a backward hook",
@@ -28,8 +43,13 @@ _PARAMETER = {
 }
 
 
-# modules of libraries whose forward hooks keep tensors for the same forward pass, which returns them
-_KEPT_FOR_FORWARD = ("transformers.utils.output_capturing",)
+# modules of libraries whose forward hooks set a weight, or keep tensors for the same forward pass, which returns them
+_PARTS_OF_FORWARD = ("torch.nn.utils.", "transformers.utils.output_capturing")
+
+_LIBRARY = Library("autoptd_hooks", "FRAGMENT")
+_LIBRARY.define("seen(int key, Tensor given) -> Tensor")
+SEEN = torch.ops.autoptd_hooks.seen.default
+MADE_BY = "made by hook"  # key of a node's meta: the index of the code of the hook that made it
 
 
 def refuse_unseen_hooks(model: nn.Module) -> None:
@@ -55,35 +75,132 @@ def _unseen(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
         yield from (("every module", "a backward hook", hook) for hook in hooks.values())
 
 
-def refuse_recording_hooks(model: nn.Module) -> None:
-    """Make every forward hook raise UnsupportedOp if it runs during tracing without any effect on the trace.
+class ForwardHooks:
+    """The forward hooks of a model that is traced, and those of every module. Hooks that run the same code are one."""
 
-    Replaces the model's hooks: pass a copy that is discarded afterwards.
-    """
-    for path, module in model.named_modules():
-        for held in (module._forward_hooks, module._forward_pre_hooks):
-            for key, hook in list(held.items()):
-                if getattr(hook, "__module__", "") in _KEPT_FOR_FORWARD:
-                    continue
-                held[key] = _watched(hook, path or "model")
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the hooks of a model: pass a copy that is discarded afterwards."""
+        self.collects = False  # whether forward reads what some hook was given, as far as it is traced
+        self._hooks: dict[object, list[Any]] = {}  # code -> hooks
+        self._places: dict[int, list[str]] = {}  # index of a code -> where its hooks ran
+        self._acting: set[int] = set()  # indices of those that change the trace in other ways
+        self._paths = {id(module): path or "model" for path, module in model.named_modules()}
+        for module in model.modules():
+            self._watch(module._forward_hooks)
+            self._watch(module._forward_pre_hooks)
 
+    def _watch(self, held: dict[int, Any]) -> None:
+        for key, hook in held.items():
+            if not str(getattr(hook, "__module__", "")).startswith(_PARTS_OF_FORWARD):
+                self._hooks.setdefault(code_of(hook), []).append(hook)
+                held[key] = partial(self._run, hook, list(self._hooks).index(code_of(hook)))
 
-def _watched(hook: Callable[..., Any], path: str) -> Callable[..., Any]:
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = _seen(module)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Wrap a trace: watch the hooks of every module as well."""
+        everywhere = module_state._global_forward_hooks, module_state._global_forward_pre_hooks
+        kept = [dict(held) for held in everywhere]
+        for held in everywhere:
+            self._watch(held)
+        try:
+            yield
+        finally:
+            for held, hooks in zip(everywhere, kept, strict=True):
+                held.update(hooks)
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def where(self) -> str:
+        """Return the places of the hooks that ran."""
+        return "\n".join(place for places in self._places.values() for place in places)
+
+    def _run(self, hook: Callable[..., Any], code: int, module: nn.Module, *args: Any) -> Any:
+        mode = get_proxy_mode()
+        if mode is None or id(module) not in self._paths:  # such as the wrapper of the model in a trace
+            return hook(module, *args)
+        tracer: Any = mode.tracer
+        place = f"{self._paths[id(module)]}: {described(hook)}"
+        if place not in self._places.setdefault(code, []):
+            self._places[code].append(place)
+        marked = tree_map_only(Tensor, partial(_marked, tracer, code), args)
+        before, last = _attributes(module), next(iter(reversed(tracer.graph.nodes)), None)
         with _RequiresGradCalls() as calls:
-            result = hook(module, *args, **kwargs)
-        if calls.found:  # transformers registers such a hook on embeddings for gradient checkpointing
-            return result
-        if result is None and get_proxy_mode() is not None and _seen(module) == before:
-            raise UnsupportedOp(
-                "a forward hook that returns nothing only looks at tensors: the emitted program would not call it",
-                where=f"{path}: {described(hook)}",
-                fix="remove it; let forward return the tensors that the loss needs",
-            )
+            result = hook(module, *marked)
+        for x, mark in zip(tree_leaves(args), tree_leaves(marked), strict=True):
+            if isinstance(x, Tensor) and mark.requires_grad and not x.requires_grad:
+                x.requires_grad_()
+        if result is marked[-1]:
+            result = None
+        made = list(takewhile(lambda node: node is not last, reversed(tracer.graph.nodes)))
+        for node in made:
+            node.meta[MADE_BY] = code
+        # transformers registers a hook that calls requires_grad_ on embeddings, for gradient checkpointing
+        if result is not None or calls.found or _attributes(module) != before or any(map(_writes, made)):
+            self._acting.add(code)
         return result
 
-    return run
+    def unmark(self, graph: fx.Graph, whole: bool) -> None:
+        """Remove the marks from a trace. Raises UnsupportedOp naming the hooks without an effect on it.
+
+        whole: False if the trace leaves out some of forward, which may be what reads a hook's tensors.
+        """
+        results = ancestors(node for node in graph.nodes if node.op == "output" or _writes(node))
+        read = {node.args[0] if node.target is SEEN else node.meta.get(MADE_BY) for node in results} - {None}
+        for node in reversed(graph.nodes):
+            if node.target is SEEN:
+                given = node.args[1]
+                given.users.setdefault(node)  # torch.export loses readers of the result without readers of their own
+                node.replace_all_uses_with(given)
+                graph.erase_node(node)
+        self.collects = bool(read)
+        looking = [places for code, places in self._places.items() if code not in read | self._acting]
+        if looking and whole:
+            raise UnsupportedOp(
+                "a forward hook only looks at tensors, and nothing that leads to the loss reads what it was given: the "
+                "emitted program would not call it",
+                where="\n".join(place for places in looking for place in places),
+                fix="remove it; let forward return the tensors that the loss needs",
+            )
+
+
+def code_of(hook: Any) -> object:
+    """Return the code that a hook runs, equal for functions that differ only in what they hold."""
+    match hook:
+        case partial():
+            return code_of(hook.func)
+        case MethodType():
+            return code_of(hook.__func__)
+        case FunctionType():
+            return hook.__code__
+    return type(hook)
+
+
+def keeping(hooks: ForwardHooks) -> UnsupportedOp:
+    """Return the error of hooks whose state another pass finds changed."""
+    return UnsupportedOp(
+        "a forward hook keeps something from pass to pass, such as a list that grows: the program would not",
+        where=hooks.where(),
+        fix="empty at the start of forward what the hook fills; count outside forward",
+    )
+
+
+def _marked(tracer: Any, code: int, x: Tensor) -> Tensor:
+    """Return another tensor of the same memory, which a node of its own gives; `x` if it is not part of the trace."""
+    found = None if isinstance(x, nn.Parameter) else tracer.tensor_tracker.get(x)
+    if found is None:
+        return x
+    proxy = tracer.create_proxy("call_function", SEEN, (code, found.proxy), {})
+    with disable_proxy_modes_tracing(), torch.enable_grad():
+        made = x.view_as(x)
+    track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+    return made
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether a node writes to a tensor, or to a gradient."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and (node.is_impure() or bool(schema is not None and schema.is_mutable))
 
 
 class _RequiresGradCalls(TorchFunctionMode):
@@ -96,10 +213,6 @@ class _RequiresGradCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _seen(module: nn.Module) -> object:
-    """Return the last node of the trace and the module's attributes, which change if a hook has an effect."""
-    mode = get_proxy_mode()
-    tracer: Any = None if mode is None else mode.tracer
-    last = None if tracer is None else next(iter(reversed(tracer.graph.nodes)), None)
-    held = [{k: id(v) for k, v in each.items()} for each in (vars(module), module._parameters, module._buffers)]
-    return last, held
+def _attributes(module: nn.Module) -> object:
+    """Return which objects a module holds."""
+    return [{k: id(v) for k, v in each.items()} for each in (vars(module), module._parameters, module._buffers)]

@@ -57,10 +57,21 @@ def _left_by(model: nn.Module, before: _Values, after: _Values, inputs: Collecti
     for name, (value, held) in after.items():
         _, old = before.get(name, (None, []))
         if any(isinstance(x, Tensor) and all(x is not y for y in old) and _made_of(x, data) for x in held):
-            several = isinstance(value, list | deque)
-            made = type(value)(Left() for _ in held) if several else Left()  # type: ignore[call-arg]
-            found[name] = shared.setdefault(id(value), made)
+            found[name] = shared.setdefault(id(value), _stand_in(value))
     return found
+
+
+def _stand_in(value: object) -> object:
+    """Return what takes the place of a value: no tensor; or the same container, which hooks may hold too, of none."""
+    match value:
+        case dict():
+            value.update(dict.fromkeys(value, Left()))
+        case list() | deque():
+            for i in range(len(value)):
+                value[i] = Left()
+        case _:
+            return Left()
+    return value
 
 
 def _held(value: object) -> list[object]:

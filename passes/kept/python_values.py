@@ -59,7 +59,7 @@ class Holder:
 def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
     """Yield a model's modules, and the classes, files and functions of its code and of a loss; the environment."""
     classes: dict[type, None] = {}
-    functions: dict[types.FunctionType, None] = {}
+    functions: dict[int, Any] = {}
     _find_functions([loss], functions)
     yield Holder("the environment", os.environ, os.environ.__setitem__, os.environ.__delitem__)  # type: ignore[arg-type]
     loss_modules = loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ()
@@ -82,9 +82,12 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
         yield Holder(f"class {cls.__module__}.{cls.__qualname__}", vars(cls), put, drop)
         _find_functions(list(vars(cls).values()), functions)
     number = Counter[str]()
-    for function in functions:
-        number[function.__qualname__] += 1
-        yield _of_function(function, number[function.__qualname__])
+    for value in functions.values():
+        is_function = isinstance(value, types.FunctionType)
+        name = f"function {value.__qualname__}" if is_function else f"object {type(value).__qualname__}"
+        number[name] += 1
+        name += f", number {number[name]}" if number[name] > 1 else ""
+        yield _of_function(value, name) if is_function else _of_object(value, name)
 
 
 def label(name: Name) -> str:
@@ -168,7 +171,7 @@ def _contents(value: Any, known: dict[int, object]) -> object:
         held = [(key, frozen(x, known)) for key, x in itertools.islice(value.items(), _MOST)]
     elif isinstance(value, _SEQUENCES):
         held = [(None, frozen(x, known)) for x in itertools.islice(value, _MOST)]
-    elif hasattr(value, "__dict__") and (type(value).__module__ in _PLAIN or _is_users(type(value).__module__)):
+    elif _is_users_object(value):
         held = [(key, frozen(x, known)) for key, x in vars(value).items()]
     else:
         return None
@@ -176,25 +179,27 @@ def _contents(value: Any, known: dict[int, object]) -> object:
     return kept or None
 
 
-def _find_functions(values: list[object], found: dict[types.FunctionType, None]) -> None:
-    """Add the functions among values, and those that they hold, that hold anything from call to call."""
+def _find_functions(values: list[Any], found: dict[int, Any]) -> None:
+    """Add the functions among values, and those that they hold, that hold anything from call to call; and the objects
+    of the user's classes that are called."""
     for value in values:
-        if isinstance(value, types.MethodType | staticmethod | classmethod):
+        if isinstance(value, staticmethod | classmethod):
             _find_functions([value.__func__], found)
+        elif isinstance(value, types.MethodType):
+            _find_functions([value.__func__, value.__self__], found)
         elif isinstance(value, property):
             _find_functions([value.fget, value.fset], found)
         elif isinstance(value, functools.partial):
             _find_functions([value.func, *value.args, *value.keywords.values()], found)
         elif isinstance(value, dict) and len(value) < _MOST:  # hooks of a module
             _find_functions(list(value.values()), found)
-        elif (
-            isinstance(value, types.FunctionType)
-            and value not in found
-            and _may_be_own(value.__module__)
-            and (held := _values_of(value))
-        ):
-            found[value] = None
-            _find_functions(list(held.values()), found)
+        elif isinstance(value, types.FunctionType) and id(value) not in found and _may_be_own(value.__module__):
+            if held := _values_of(value):
+                found[id(value)] = value
+                _find_functions(list(held.values()), found)
+        elif id(value) not in found and callable(value) and _is_users_object(value):
+            found[id(value)] = value
+            _find_functions(list(vars(value).values()), found)
 
 
 def _values_of(function: types.FunctionType) -> dict[str, object]:
@@ -211,6 +216,17 @@ def _defaults(function: types.FunctionType) -> dict[str, object]:
     return {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
 
 
+def _is_users_object(value: object) -> bool:
+    if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType) or not _is_users(
+        type(value).__module__
+    ):
+        return False
+    try:
+        return isinstance(vars(value), dict)
+    except TypeError:  # it has none
+        return False
+
+
 def _is_set(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
@@ -219,7 +235,12 @@ def _is_set(cell: types.CellType) -> bool:
     return True
 
 
-def _of_function(function: types.FunctionType, number: int) -> Holder:
+def _of_object(value: Any, name: str) -> Holder:
+    put, drop = (functools.partial(f, value) for f in (setattr, delattr))
+    return Holder(name, vars(value), put, drop)
+
+
+def _of_function(function: types.FunctionType, name: str) -> Holder:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
     def put(name: str, value: object) -> None:
@@ -230,7 +251,6 @@ def _of_function(function: types.FunctionType, number: int) -> Holder:
         if name in cells:
             del cells[name].cell_contents
 
-    name = f"function {function.__qualname__}{f', number {number}' if number > 1 else ''}"
     return Holder(name, _values_of(function), put, drop)
 
 

@@ -7,6 +7,9 @@
 
     if mask.any(): x[mask] = made                        the branch is a turn as well; so is `if not mask.all()`
 
+    counts = torch.bincount(chosen.flatten(), minlength=n).tolist()
+    if counts[e] == 0: continue                          as for `torch.where(chosen == e)`
+
 The trace takes every turn. That is exact if a turn without rows changes nothing: two more traces leave out every second
 turn, and must equal the full one without the writes of these turns' rows. Rows are known by the symbol of their number,
 which torch.export makes for each `where` and `nonzero`. A mask of no choices is one that only zeros sum to zero in.
@@ -30,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import OR_ZERO, source_line
+from autoptd.passes.loops.arguments import asks_for_any, is_zero, moved, size_of
 from autoptd.passes.loops.without_rows import rows_of, without_rows
 from autoptd.passes.random.skipped_layers import equal_programs
 from autoptd.passes.traced_reads import WRITES, eager
@@ -59,6 +63,18 @@ class RowTurns:
 
 
 @dataclass(frozen=True)
+class _Class:
+    """One class among chosen ones."""
+
+    numbers: Tensor
+    entry: int
+
+    def mask(self) -> Tensor:
+        """Return where it is chosen."""
+        return self.numbers == self.entry
+
+
+@dataclass(frozen=True)
 class _Count:
     """A tensor without numbers below zero, such as a mask; whether each entry of dim 0 has any other than zero."""
 
@@ -66,6 +82,7 @@ class _Count:
     classes: tuple[int, int] | None = None  # dim, and how many of its entries may be other than zero
     total: bool = False  # sums over all dims but the first
     chosen: bool = False  # whether these are above zero
+    of: _Class | None = None  # where that class is chosen
 
 
 @dataclass(frozen=True)
@@ -74,13 +91,23 @@ class _Some:
 
     mask: Tensor
     every: bool
+    of: _Class | None = None
 
 
 @dataclass(frozen=True)
 class _Index:
-    """Numbers of classes."""
+    """Numbers of classes, in the order of `numbers` or another."""
 
     below: int
+    numbers: Tensor
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Numbers of times that each class is chosen."""
+
+    numbers: Tensor
+    classes: int
 
 
 @dataclass(frozen=True)
@@ -111,6 +138,7 @@ _SAME = {  # functions after which a mask is the same mask
     *("permute", "transpose", "t", "to", "long", "int", "bool", "squeeze", "unsqueeze", "view", "reshape", "flatten"),
     *("contiguous", "clone", "detach"),
 }
+_ZERO = {"eq", "__eq__"}
 _COMPARED = {"gt", "greater", "ne", "not_equal", "__gt__", "__ne__"}
 _OF_HITS = {"squeeze", "flatten", "view", "reshape", "__getitem__", "select"}
 
@@ -125,6 +153,8 @@ class TurnsOnRows(TorchFunctionMode):
         self.sizes = set[sympy.Symbol]()  # numbers of rows
         self.inside: list[tuple[Key, _Hit]] = []
         self.asked: dict[sympy.Symbol, Key] = {}  # number of rows -> the turn that depends on it
+        self.counted: dict[sympy.Symbol, _Class] = {}  # number of rows -> the class that they chose
+        self.turn_of = WeakIdKeyDictionary()  # numbers of classes -> class -> the turn that depends on its rows
         self.count = [0]  # of turns and loops so far, for each loop that this is inside of
         self._patches = ExitStack()
 
@@ -147,6 +177,8 @@ class TurnsOnRows(TorchFunctionMode):
         first = self._what(args[0])
         if isinstance(first, _Some) and func == Tensor.__bool__:
             return self._answer(first)
+        if isinstance(first, _Class) and name == "item":
+            return self._number_of(first)
         if isinstance(first, _Hits) and name == "unbind":
             return self._each(first, as_numbers=False)
         if name == "unbind" and first is None and args[0].ndim and self._counts_rows(args[0].shape[0]):
@@ -154,6 +186,12 @@ class TurnsOnRows(TorchFunctionMode):
                 "a loop depends on data, which is unknown at planning time",
                 fix="take a turn for all, as in `for i in range(n)`: where a mask selects no rows, index_add and "
                 "x[mask] = rows change nothing",
+            )
+        if name == "split" and any(isinstance(n, torch.SymInt) and n.node.expr in self.counted for n in _listed(args)):
+            raise UnsupportedOp(
+                "rows are split by how many chose each expert, numbers that depend on data",
+                fix="multiply the sorted rows at once: torch._grouped_mm(rows, weights, offs=counts.cumsum(0).int()); "
+                "or loop over experts: row, slot = torch.where(chosen == e), and out.index_add_(0, row, …)",
             )
         if name == "__getitem__" and isinstance(args[1], Tensor) and isinstance(hit := self.known.get(args[1]), _Hit):
             at = hit.entry if args[1].ndim == 0 else slice(hit.entry, hit.entry + 1)
@@ -179,8 +217,8 @@ class TurnsOnRows(TorchFunctionMode):
         """Remember what a result is."""
         if name in ("nonzero", "argwhere") or (name == "where" and len(args) == 1):
             self._note_rows(made, first, args[0])
-        if name == "topk" and (index := _chosen_of(args[0], kwargs.get("dim", args[2] if len(args) > 2 else -1))):
-            self.known[made[1]] = index
+        if name == "topk" and (below := size_of(args[0], kwargs.get("dim", args[2] if len(args) > 2 else -1))):
+            self.known[made[1]] = _Index(below, made[1])
         if not isinstance(made, Tensor) or made in self.known:
             return
         found: object = None
@@ -194,12 +232,24 @@ class TurnsOnRows(TorchFunctionMode):
             found = first if isinstance(first, _Hit) or name != "__getitem__" else None
         elif isinstance(first, _Count) and not first.total:
             found = self._of_mask(name, first, made, args, kwargs)
-        elif isinstance(first, _Count) and name in _COMPARED and _is_zero(args):
+        elif isinstance(first, _Count) and name in _COMPARED and is_zero(args):
             found = replace(first, chosen=True)
         elif isinstance(first, _Index) and name in _SAME:
             found = first
-        if name == "argmax":
-            found = _chosen_of(args[0], kwargs.get("dim", args[1] if len(args) > 1 else None))
+        elif isinstance(first, _Index) and name in ("eq", "__eq__") and isinstance(args[1], int):
+            found = _Count(made, of=_Class(first.numbers, args[1]))
+        elif isinstance(first, _Index) and name == "bincount" and not {"weights", "input"} & kwargs.keys():
+            classes = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+            found = _Chosen(first.numbers, classes) if len(args) != 2 and classes >= first.below else None
+        elif isinstance(first, _Chosen) and name in _SAME | {"cpu"}:
+            found = first
+        elif isinstance(first, _Chosen) and name in ("__getitem__", "select") and isinstance(args[-1], int):
+            found = _Class(first.numbers, args[-1] % first.classes)
+        elif isinstance(first, _Class) and name in _COMPARED | _ZERO and is_zero(args):
+            mask = first.mask()
+            found = _Some(~mask, True, first) if name in _ZERO else _Some(mask, False, first)
+        if name == "argmax" and (below := size_of(args[0], kwargs.get("dim", args[1] if len(args) > 1 else None))):
+            found = _Index(below, made)
         if name == "one_hot":
             found = _Count(made, (made.ndim - 1, first.below) if isinstance(first, _Index) else None)
         if found is not None:
@@ -207,7 +257,7 @@ class TurnsOnRows(TorchFunctionMode):
 
     def _of_mask(self, name: str, mask: _Count, made: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
         if name in _SAME:
-            return _Count(made, _moved(mask.classes, name, args))
+            return _Count(made, moved(mask.classes, name, args))
         if name in ("mul", "__mul__", "__and__") and len(args) == 2 and isinstance(args[1], Tensor):
             return _Count(made) if isinstance(self._what(args[1]), _Count) else None
         if name in ("__getitem__", "select") and args[1:-1] in ((), (0,)) and isinstance(args[-1], int):
@@ -223,6 +273,8 @@ class TurnsOnRows(TorchFunctionMode):
     def _answer(self, some: _Some) -> bool:
         """Return what a branch on a mask takes: that it has some, or that it lacks some."""
         key, mask = self._next(), ~some.mask if some.every else some.mask
+        if some.of is not None:
+            self.turn_of.setdefault(some.of.numbers, {})[some.of.entry] = key
         size: Any = torch.nonzero(mask).shape[0]
         self.turns.rows.setdefault(key, set()).add(size.node.expr)
         return some.every == (key in self.turns.without)
@@ -232,6 +284,9 @@ class TurnsOnRows(TorchFunctionMode):
         size = index.shape[0]
         if isinstance(size, torch.SymInt) and isinstance(symbol := size.node.expr, sympy.Symbol):
             self.sizes.add(symbol)
+            of = first.of if isinstance(first, _Count) else None
+            if of is not None and (turn := self.turn_of.get(of.numbers, {}).get(of.entry)) is not None:
+                self.turns.rows[turn].add(symbol)
             for key, hit in self.inside:
                 if isinstance(first, _EntryOf) and first.mask is hit.mask and first.entry == hit.entry:
                     self.turns.rows[key].add(symbol)
@@ -269,56 +324,39 @@ class TurnsOnRows(TorchFunctionMode):
 
     def _list_of(self, plain: Callable[[FakeTensor], Any]) -> Callable[[FakeTensor], Any]:
         def numbers(x: FakeTensor) -> Any:
-            hits = self.known.get(x)
-            return self._each(hits, as_numbers=True) if isinstance(hits, _Hits) else plain(x)
+            known = self.known.get(x)
+            if isinstance(known, _Chosen):
+                return [self._number_of(_Class(known.numbers, e)) for e in range(known.classes)]
+            return self._each(known, as_numbers=True) if isinstance(known, _Hits) else plain(x)
 
         return numbers
+
+    def _number_of(self, which: _Class) -> Any:
+        """Return the number of rows that chose a class."""
+        size: Any = torch.nonzero(which.mask()).shape[0]
+        self.sizes.add(size.node.expr)
+        self.counted[size.node.expr] = which
+        return size
 
     def _truth_of(self, plain: Callable[[SymBool], bool]) -> Callable[[SymBool], bool]:
         def truth(condition: SymBool) -> bool:
             expr = condition.node.expr
             size = next(iter(expr.free_symbols), None)
-            if expr.free_symbols - self.sizes or size is None or not _asks_for_any(expr, size):
+            if expr.free_symbols - self.sizes or size is None or not asks_for_any(expr, size):
                 return plain(condition)
             key = self.asked.get(size) or self._next()
             self.asked[size] = key
+            if which := self.counted.get(size):
+                self.turn_of.setdefault(which.numbers, {})[which.entry] = key
             self.turns.rows.setdefault(key, set()).add(size)
             return bool(expr.subs(size, 0 if key in self.turns.without else 1))
 
         return truth
 
 
-def _asks_for_any(expr: sympy.Basic, size: sympy.Symbol) -> bool:
-    """Return whether a condition says if a number of rows is zero, or if it is not."""
-    if not isinstance(expr, sympy.core.relational.Relational) or expr.free_symbols != {size}:
-        return False
-    rate = sympy.diff(expr.lhs - expr.rhs, size)
-    answers = [expr.subs(size, n) for n in (0, 1, 2)]
-    return bool(rate.is_number) and answers[1] == answers[2] != answers[0]
-
-
-def _is_zero(args: Sequence[Any]) -> bool:
-    """Return whether an op's second argument is the number 0."""
-    return len(args) == 2 and isinstance(args[1], int) and args[1] == 0
-
-
-def _chosen_of(x: Tensor, dim: Any) -> _Index | None:
-    """Return what the places of the largest numbers along a dim are, if its size is a number."""
-    size = x.shape[dim] if isinstance(dim, int) else None
-    return _Index(size) if isinstance(size, int) else None
-
-
-def _moved(classes: tuple[int, int] | None, name: str, args: Sequence[Any]) -> tuple[int, int] | None:
-    """Return where the dim of classes is after an op; None if that is not known."""
-    if classes is None or name in ("squeeze", "unsqueeze", "view", "reshape", "flatten", "t"):
-        return None
-    order = list(range(args[0].ndim))
-    if name == "permute":
-        order = [d % len(order) for d in (args[1] if isinstance(args[1], (tuple, list)) else args[1:])]
-    elif name == "transpose":
-        a, b = (d % len(order) for d in args[1:])
-        order[a], order[b] = order[b], order[a]
-    return order.index(classes[0]), classes[1]
+def _listed(args: Sequence[Any]) -> Sequence[Any]:
+    """Return the second argument of an op if it is a list."""
+    return args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
 
 
 # ---- the proof ----

@@ -2,6 +2,7 @@
 
 x.index_add(0, t, rows), x[t] = rows        x: no rows, which are known by their number
 x[mask] = v, x.masked_fill(mask, v)         x
+rows.add_(v)                                rows
 where(mask, a, b), where(~mask, b, a)       b
 """
 
@@ -63,6 +64,14 @@ def rows_of(node: fx.Node) -> set[sympy.Symbol]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
+def _is_empty(x: Any, sizes: set[sympy.Symbol]) -> bool:
+    """Return whether a tensor has no element if these numbers of rows are zero."""
+    value = x.meta.get("val") if isinstance(x, fx.Node) else None
+    return isinstance(value, Tensor) and any(
+        isinstance(size, torch.SymInt) and size.node.expr in sizes for size in value.shape
+    )
+
+
 def _left(node: fx.Node, sizes: set[sympy.Symbol], masks: Mapping[fx.Node, bool]) -> fx.Node | None:
     """Return the operand that an op gives if the masks select nothing, or all, as `masks` says; None if it gives none.
 
@@ -70,7 +79,8 @@ def _left(node: fx.Node, sizes: set[sympy.Symbol], masks: Mapping[fx.Node, bool]
     """
     name, given, args = op_name(node).rstrip("_"), node.all_input_nodes, node.args
     kept: Any = None
-    if name in _PUTS and any(rows_of(x) & sizes for x in reversed(given)):
+    puts = name in _PUTS and any(rows_of(x) & sizes for x in reversed(given))
+    if puts or (op_name(node).endswith("_") and _is_empty(args[0], sizes)):
         kept = args[0]
     elif name in ("masked_fill", "masked_scatter", "index_put") and len(args) > 1:
         mask: Any = args[1]

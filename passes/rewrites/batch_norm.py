@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ _NORM = aten.batch_norm.default
 # the second has new statistics as its last results: of a graph that torch made functional
 _NORMS = (_NORM, aten._native_batch_norm_legit_functional.default)
 _MOVED = 3  # the index of the first of them
-_NAMES = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+_RUNNING = ("running_mean", "running_var")
+_NAMES = ("input", "weight", "bias", *_RUNNING, "training", "momentum", "eps")
 
 
 def write_batch_norms_as_sums(graph: fx.Graph, traced: Traced) -> None:
@@ -94,6 +95,13 @@ def _refused(node: fx.Node, use: str) -> UnsupportedOp:
     )
 
 
+def _undetached(buffer: fx.Node | None) -> fx.Node | None:
+    """Return a buffer that a no-grad region reads, which is detached there and written to all the same."""
+    while buffer is not None and buffer.target is aten.detach.default:
+        buffer = buffer.args[0]  # type: ignore[assignment]
+    return buffer
+
+
 def _named(name: str, node: fx.Node) -> fx.Node:
     node.meta[NAMED] = name
     return node
@@ -109,8 +117,9 @@ class _Norm:
     masks: frozenset[fx.Node]  # of the layers that alone read it
 
     def __post_init__(self) -> None:
-        self.given: Mapping[str, Any] = dict(zip(_NAMES, self.node.args, strict=False))
-        self.x = self.given["input"]
+        given: dict[str, Any] = dict(zip(_NAMES, self.node.args, strict=False))
+        self.given = given | {name: _undetached(given[name]) for name in _RUNNING}
+        self.x: fx.Node = given["input"]
         self.moved: dict[str, fx.Node] = {}  # buffer -> its new value
         shape = info(self.x).shape
         self.dims = [dim for dim in range(len(shape)) if dim != 1]
@@ -195,7 +204,10 @@ class _Norm:
         names = {name: arg for arg, name in self.traced.buffers.items()}
         own = self.traced.buffers.get(self.given["running_mean"].name, "").removesuffix(MEAN)
         steps = updated_values(self.graph).get(names.get(own + STEPS, ""))
-        if steps is None:
+        earlier = set(takewhile(lambda node: node is not self.node, self.graph.nodes))
+        while isinstance(steps, fx.Node) and steps not in earlier:  # of a later call of the same norm
+            steps = steps.args[0]  # type: ignore[assignment]
+        if not isinstance(steps, fx.Node):
             raise _refused(self.node, "momentum=0.1, or another number")
         return self._op(aten.reciprocal.default, self._to(steps, torch.float64))
 

@@ -227,6 +227,8 @@ def _is_shape(user: fx.Node, size: fx.Node) -> bool:
 
 def mark_masked_rows(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite selections, and writes of selected rows to their places, as nodes that `follow_masked_rows` rewrites."""
+    for node in graph.nodes:
+        _write_sum_as_accumulated(node)
     for node in list(graph.nodes):
         made: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
         if found := selection(node):
@@ -291,6 +293,56 @@ def _added(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     if found is None or not plain or found.first != 0 or len(found.columns) != 1 or not _are_rows(rows):
         return None
     return found.mask, rows, found.columns[0]
+
+
+def _write_sum_as_accumulated(node: fx.Node) -> None:
+    """Let y[t] = y[t] + rows add the rows, where t has no row twice."""
+    if node.target is not aten.index_put.default or node.args[3:] not in ((), (False,)):
+        return
+    y, index, total = node.args[:3]
+    found = _by_mask(y, index)  # type: ignore[arg-type]
+    if (
+        found is None
+        or len(found.columns) != 1
+        or not isinstance(total, fx.Node)
+        or total.target is not aten.add.Tensor
+    ):
+        return
+    own = next((x for x in total.args if isinstance(x, fx.Node) and x.target is aten.index.Tensor), None)
+    rows = next((x for x in total.args if x is not own), None)
+    alike = isinstance(rows, fx.Node) and (info(rows).shape, info(rows).dtype) == (info(total).shape, info(total).dtype)
+    if own is None or own.args != (y, index) or total.kwargs or not alike or info(total).dtype != info(node).dtype:
+        return
+    if _once(found.mask, found.columns[0]):
+        node.args = (y, index, rows, True)
+
+
+def _once(mask: fx.Node, column: int) -> bool:
+    """Return whether a mask of two dims has at most one true element for each index of one of them: where the numbers
+    that `topk` or `sort` gives, which differ, are one number."""
+    if op_name(mask) != "eq" or mask.meta["val"].ndim != 2:
+        return mask.meta["val"].ndim == 1
+    x, dim, other = mask.args[0], -1 - column, mask.args[1]
+    if isinstance(other, fx.Node) and other.meta["val"].ndim:
+        return False
+    while isinstance(x, fx.Node) and op_name(x) in _SAME_NUMBERS:
+        given: Any = x.args[0]
+        if given.meta["val"].shape[-1] != x.meta["val"].shape[-1] or dim != -1:
+            return False
+        x = given
+    if not isinstance(x, fx.Node) or op_name(x) != "getitem" or x.args[1] != 1 or x.meta["val"].ndim < 2:
+        return False
+    source: Any = x.args[0]
+    if source.target is aten.topk.default:
+        along = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", -1)
+    elif source.target is aten.sort.default:
+        along = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim", -1)
+    else:
+        return False
+    return (along - x.meta["val"].ndim if along >= 0 else along) == dim
+
+
+_SAME_NUMBERS = ("view", "reshape", "contiguous", "clone", "detach", "alias", "_unsafe_view")
 
 
 def _are_rows(rows: Any) -> bool:

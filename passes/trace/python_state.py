@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_map
 
 from autoptd.errors import AutoptdError, UnsupportedOp
+from autoptd.passes.custom_grad.hooks import ForwardHooks, keeping
 from autoptd.passes.kept.python_values import KEEPERS, Holder, Name, copied, frozen, holders, label, refill, values_of
+from autoptd.passes.random.skipped_layers import equal_programs
 from autoptd.passes.trace.loss import Loss
 
 
@@ -44,7 +46,9 @@ def _states() -> dict[str, Any]:
     return found
 
 
-def refuse_changes(model: nn.Module, root: Loss, trace: Callable[[], ExportedProgram]) -> ExportedProgram:
+def refuse_changes(
+    model: nn.Module, root: Loss, hooks: ForwardHooks, trace: Callable[[], ExportedProgram]
+) -> ExportedProgram:
     """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if the second pass is not as the first.
 
     That is where every pass changes a Python value (`python_values.py`), a pass reads a tensor that the pass before
@@ -57,7 +61,7 @@ def refuse_changes(model: nn.Module, root: Loss, trace: Callable[[], ExportedPro
         found, first = _traced(model, root, trace, start)
         left = root.left.found
         changed = first.changed_since(start)
-        if not changed and not left:
+        if not changed and not left and not hooks.collects:
             return found
         for name in changed:  # torch.export has undone what modules hold
             if first.holders[name].restored:
@@ -66,8 +70,10 @@ def refuse_changes(model: nn.Module, root: Loss, trace: Callable[[], ExportedPro
             first.put(name, stand_in)
         try:
             again, second = _traced(model, root, trace, first)
-        except (AutoptdError, AttributeError, TypeError) as error:
-            if not left:
+        except Exception as error:
+            if hooks.collects:
+                raise keeping(hooks) from error
+            if not left or not isinstance(error, AutoptdError | AttributeError | TypeError):
                 raise
             names = ", ".join(map(label, left))
             raise UnsupportedOp(
@@ -77,14 +83,17 @@ def refuse_changes(model: nn.Module, root: Loss, trace: Callable[[], ExportedPro
                 fix="keep it in a buffer (register_buffer), written to by self.name.copy_(…) under no_grad; or return "
                 "it and pass it as an input",
             ) from error
-        for name in second.changed_since(first) & changed:
+        twice = second.changed_since(first) & changed
+        if hooks.collects and (twice or not equal_programs(found, again)):
+            raise keeping(hooks)
+        for name in twice:
             raise UnsupportedOp(
                 f"forward changes {label(name)}, a Python value, in every pass: the program would hold that of the "
                 "trace",
                 where=label(name),
                 fix="pass it as an input, or count and draw outside forward",
             )
-        if _text(again) != _text(found):
+        if not equal_programs(found, again):
             names = ", ".join(map(label, sorted(changed))) or "what a pass leaves"
             raise UnsupportedOp(
                 f"forward computes something else in its second pass than in its first, which changes {names}: the "
@@ -95,11 +104,6 @@ def refuse_changes(model: nn.Module, root: Loss, trace: Callable[[], ExportedPro
         return found
     finally:
         start.put_back(_Values.of(model, root))
-
-
-def _text(program: ExportedProgram) -> list[str]:
-    """Return the ops of a program and their arguments."""
-    return [str(m.graph) for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ Norms of torch whose forward reads numbers at run time are prepared to be traced
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import sys
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoptd.errors import InputsError, TraceError
+from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
 from autoptd.passes.trace.traced import PRECISIONS
 
 
@@ -43,7 +43,7 @@ def skeleton(model: nn.Module, precision: str, device: str, mode: AbstractContex
             memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=own, device=device), requires_grad=p.requires_grad)
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
-    return copy.deepcopy(model, memo)
+    return copy_with_hooks(model, memo)
 
 
 @torch.no_grad()

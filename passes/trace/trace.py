@@ -20,7 +20,7 @@ from torch.export import Dim
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
 from autoptd.layout.sample_rows import SampleRows, count_samples, find_rows
-from autoptd.passes.custom_grad.hooks import refuse_recording_hooks, refuse_unseen_hooks
+from autoptd.passes.custom_grad.hooks import ForwardHooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import output_of, updated_values
@@ -50,7 +50,7 @@ from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, check_inputs, fixed_at, picture_dims
 from autoptd.passes.trace.tensor_len import symbolic_len
-from autoptd.passes.trace.trace_errors import explain, may_loop, not_copied, not_functional, placed, user_line
+from autoptd.passes.trace.trace_errors import copying, explain, may_loop, not_functional, placed, user_line
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE, Averaging, Traced, canonical_names
 from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted
 
@@ -309,12 +309,8 @@ class _Exporter:
     def _on(self, device: str, repeats: bool) -> torch.export.ExportedProgram:
         """Export on a device, without data. Inputs are new tensors: torch.export would merge identical objects."""
         mode = fake_cpu() if device == "cpu" else nullcontext()
-        try:
+        with copying():
             model = prepare_norms(without_caches(skeleton(self.model, self.precision, device, mode)))
-        except AutoptdError:
-            raise
-        except Exception as error:
-            raise not_copied(error) from error
         names = {id(p): name for name, p in self.model.named_parameters()}
         reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
         objective = self.objective.in_precision(PRECISIONS[self.precision])
@@ -325,14 +321,15 @@ class _Exporter:
                 settle(model, lambda: objective.value(model, fake))
         kinds = dict.fromkeys(self.fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
-        refuse_recording_hooks(model)
+        hooks = ForwardHooks(model)
 
         def traced() -> torch.export.ExportedProgram:
-            found = Repeats(model) if repeats else None
+            found = Repeats(model) if repeats and not hooks else None
             self.turns.rows.clear()
             with nullcontext() if found is None else found.running(), random_code(self.skips):
                 program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
             inline_regions(program.graph, program.graph_module)  # writes within them are looked for next
+            hooks.unmark(program.graph, whole=not self.skips.without | self.turns.without)
             if found is not None:
                 expand_repeats(program.graph, found.captures, found.paths)
             return program
@@ -348,9 +345,10 @@ class _Exporter:
                 refuse_packing_beside_cache(self.model, self.specs),
                 symbolic_len(model, self.objective.loss, self.ints),
                 written_to_trace(self.model),
+                hooks.running(),
                 write_assigned_buffers(model, root),
             ):
-                return refuse_changes(model, root, traced)
+                return refuse_changes(model, root, hooks, traced)
         except AutoptdError as error:
             raise placed(error) from None
         except SizeNeeded:

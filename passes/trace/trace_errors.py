@@ -6,6 +6,8 @@ import linecache
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -26,12 +28,19 @@ def placed(error: AutoptdError) -> AutoptdError:
     return error if error.where else type(error)(error.what, where=user_line(error), fix=error.fix)
 
 
-def not_copied(error: Exception) -> TraceError:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return TraceError(
-        f"the model cannot be copied without its data: {type(error).__name__}: {first[:300]}",
-        fix="store on modules only attributes that copy.deepcopy(model) can copy",
-    )
+@contextmanager
+def copying() -> Iterator[None]:
+    """Wrap the copying of a model: raise TraceError for whatever its attributes raise."""
+    try:
+        yield
+    except AutoptdError:
+        raise
+    except Exception as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise TraceError(
+            f"the model cannot be copied without its data: {type(error).__name__}: {first[:300]}",
+            fix="store on modules only attributes that copy.deepcopy(model) can copy",
+        ) from error
 
 
 NUMBER_READ = "a number is read from a tensor's data, which is unknown at planning time"

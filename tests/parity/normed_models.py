@@ -63,6 +63,26 @@ class Mlp(nn.Module):
         return F.cross_entropy(self.head(self.layers(x)), label)
 
 
+class OfTarget(nn.Module):
+    """A net whose features are to be those of a target net for another view; the latter runs under no_grad, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = (nn.Sequential(*self._net()) for _ in range(2))
+        self.target.requires_grad_(False)
+        self.head = nn.Linear(16, 16)
+
+    def _net(self) -> list[nn.Module]:
+        norms = nn.BatchNorm1d(16), nn.BatchNorm1d(16, momentum=None)
+        return [layer for norm in norms for layer in (nn.Linear(16, 16), norm, nn.GELU())]
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        with torch.no_grad():
+            one, two = self.target(x), self.target(x.flip(1))
+        mine = self.head(self.online(x))
+        return -F.cosine_similarity(mine, one).mean() - (F.cosine_similarity(mine, two) * (label + 1)).mean()
+
+
 class Attends(nn.Module):
     """Attention and an MLP, each followed by a norm over samples and tokens."""
 
@@ -161,6 +181,7 @@ def _of_tokens(kind: type[nn.Module]) -> Case:
 
 NORMED: Mapping[str, Callable[[], Case]] = {
     "normed_residual": lambda: _labelled(ResNet, "image", 3, 6, 10),
+    "normed_target": lambda: _labelled(OfTarget, "x", 16),
     "normed_mlp": lambda: _labelled(Mlp, "x", 16),
     "normed_tokens": lambda: _of_tokens(Tokens),
     "normed_by_hand": lambda: _of_tokens(Standardised),

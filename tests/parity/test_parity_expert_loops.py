@@ -116,6 +116,70 @@ def unless_empty(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tens
     return out
 
 
+def counted(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Mix as DeepSeek was published: experts without rows are passed over by their counts."""
+    counts, out = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist(), torch.zeros_like(x)
+    for e in range(EXPERTS):
+        if counts[e] == 0:
+            continue
+        row, slot = torch.where(chosen == e)
+        out[row] += m.experts[e](x[row]) * weights[row, slot, None]
+    return out
+
+
+def counted_by_tensors(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Mix by choices [k, n], some of them twice."""
+    counts, out, across = torch.bincount(chosen.flatten(), minlength=EXPERTS), torch.zeros_like(x), chosen.t()
+    for e in range(EXPERTS):
+        if counts[e] > 0:
+            slot, row = torch.where(across == e)
+            out = out.index_add(0, row, m.experts[e](x[row]) * weights[row, slot, None])
+        if counts[e].item() != 0:
+            row, slot = torch.where(chosen == e)
+            out[row] = x[row].tanh() + out[row]
+    return out
+
+
+def counts_of_the_first(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Pass over experts that no row chose first."""
+    counts, out = torch.bincount(chosen[:, 0], minlength=EXPERTS).tolist(), torch.zeros_like(x)
+    for e in range(EXPERTS):
+        if counts[e] == 0:
+            continue
+        row, slot = torch.where(chosen == e)
+        out.index_add_(0, row, x[row] * weights[row, slot, None])
+    return out
+
+
+def adds_for_each_counted(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    counts, out = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist(), torch.zeros_like(x)
+    for e in range(EXPERTS):
+        if counts[e] > 0:
+            row, slot = torch.where(chosen == e)
+            out = out.index_add(0, row, x[row] * weights[row, slot, None]) + 0.1
+    return out
+
+
+def rows_of_another_count(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    counts, out = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist(), torch.zeros_like(x)
+    for e in range(1, EXPERTS):
+        if counts[e - 1] > 0:
+            row, slot = torch.where(chosen == e)
+            out.index_add_(0, row, x[row] * weights[row, slot, None])
+    return out
+
+
+def numbers_of_counts(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    return x * counts[0]
+
+
+def split_by_counts(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    order = chosen.flatten().argsort(stable=True)
+    return torch.cat([m.experts[e](rows) for e, rows in enumerate(x[order // CHOSEN].split(counts))])[: x.shape[0]]
+
+
 def counts_hits(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
     for e in (mask.sum((1, 2)) > 0).nonzero():
@@ -173,7 +237,17 @@ def off_by(body: Body, **fix: int) -> float:
 
 
 BODIES: Iterable[Body] = [
-    *(slots_first, rows_first, dense_weights, accumulated, chosen_only, chosen_numbers, unless_empty),
+    *(
+        slots_first,
+        rows_first,
+        dense_weights,
+        accumulated,
+        chosen_only,
+        chosen_numbers,
+        unless_empty,
+        counted,
+        counted_by_tensors,
+    ),
 ]
 
 
@@ -182,13 +256,40 @@ def test_trains_as_one_process(body: Body) -> None:
     assert off_by(body, dp=2, tp=2, micro=1) <= TOLERANCE
 
 
-REFUSED = [counts_hits, rows_of_another, changed_mask, odd_rows, scales_if_empty, few_are_left_out]
+REFUSED = [
+    *(counts_hits, rows_of_another, changed_mask, odd_rows, scales_if_empty, few_are_left_out),
+    *(counts_of_the_first, adds_for_each_counted, rows_of_another_count, numbers_of_counts, split_by_counts),
+]
 
 
 @pytest.mark.fault("turns without rows")
 @pytest.mark.parametrize("body", REFUSED)
 def test_turns_without_rows_that_change_something_are_refused(body: Body) -> None:
-    with pytest.raises(UnsupportedOp, match=r"depends on|read from") as error:
+    with pytest.raises(UnsupportedOp, match=r"depend on|depends on|read from|number of rows") as error:
+        autoptd.trace(Mixture(body), inputs=batch())
+    assert error.value.fix
+
+
+def chosen_twice(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Write sums into rows, some of which are there twice: the last of them stays."""
+    numbers, out = torch.cat([chosen[:, :1], chosen[:, :1]], 1), torch.zeros_like(x)
+    row, slot = torch.where(numbers == 0)
+    out[row] += x[row] * weights[row, slot, None]
+    return out
+
+
+def chosen_across_rows(m: Mixture, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Write sums into slots, each of which several rows may have."""
+    out = torch.zeros_like(x)[:CHOSEN]
+    row, slot = torch.where(chosen == 0)
+    out[slot] += x[row]
+    return x + out.sum(0)
+
+
+@pytest.mark.fault("rows written twice")
+@pytest.mark.parametrize("body", [chosen_twice, chosen_across_rows])
+def test_sums_written_to_rows_that_may_be_there_twice_are_refused(body: Body) -> None:
+    with pytest.raises(UnsupportedOp) as error:
         autoptd.trace(Mixture(body), inputs=batch())
     assert error.value.fix
 

@@ -61,6 +61,8 @@ WAYS = [
     ("normed_mlp", Mesh(dp=8), {"zero": 0}),
     ("normed_mlp", Mesh(dp=4, tp=2), {"zero": 3}),
     ("normed_mlp", Mesh(dp=2, pp=4), {"schedule": "zero-bubble"}),
+    ("normed_target", Mesh(dp=2, tp=2), {"zero": 0}),
+    ("normed_target", Mesh(dp=2, pp=2), {"recompute": "full"}),
     ("normed_tokens", Mesh(dp=4), {"zero": 3, "recompute": "full"}),
     ("normed_tokens", Mesh(dp=2, cp=2, tp=2), {"zero": 2, "recompute": "selective"}),
     ("normed_tokens", Mesh(cp=4, pp=2), {"context": "ulysses"}),
