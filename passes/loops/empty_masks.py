@@ -104,7 +104,7 @@ class _Index:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """How often each class is chosen."""
+    """Numbers of rows that chose each class."""
 
     numbers: Tensor
     classes: int
