@@ -27,7 +27,8 @@ class SizeCondition:
 
     def __str__(self) -> str:
         if isinstance(self.relation, sympy.core.relational.Relational):
-            return f"{self.relation.lhs} {self.relation.rel_op} {self.relation.rhs}"
+            shown = self.relation.canonical  # -s <= -8: s >= 8
+            return f"{shown.lhs} {shown.rel_op} {shown.rhs}" if hasattr(shown, "rel_op") else str(shown)
         return str(self.relation)
 
     @property

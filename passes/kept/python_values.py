@@ -217,9 +217,8 @@ def _defaults(function: types.FunctionType) -> dict[str, object]:
 
 
 def _is_users_object(value: object) -> bool:
-    if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType) or not _is_users(
-        type(value).__module__
-    ):
+    kind = type(value).__module__
+    if not (kind in _PLAIN or _is_users(kind)) or isinstance(value, nn.Module | type | types.ModuleType):
         return False
     try:
         return isinstance(vars(value), dict)

@@ -104,7 +104,7 @@ class _Index:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Numbers of times that each class is chosen."""
+    """Numbers of rows that chose each class."""
 
     numbers: Tensor
     classes: int

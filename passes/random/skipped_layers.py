@@ -47,7 +47,8 @@ def refusal(where: str = "") -> UnsupportedOp:
         "a branch depends on a drawn number, as where layers are skipped at random (LayerDrop): the program would "
         "repeat the branch of the trace",
         where=where,
-        fix="set this rate (layerdrop) to 0, or multiply what the branch adds by a drawn mask (stochastic depth)",
+        fix="compute both and select: torch.where(torch.rand(()) < p, a, b), with tensors a and b; or set this rate "
+        "(layerdrop) to 0, or multiply what the branch adds by a drawn mask (stochastic depth)",
     )
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -95,10 +96,10 @@ def _refused(node: fx.Node, use: str) -> UnsupportedOp:
     )
 
 
-def _undetached(buffer: fx.Node | None) -> fx.Node | None:
+def _undetached(buffer: Any) -> Any:
     """Return a buffer that a no-grad region reads, which is detached there and written to all the same."""
     while buffer is not None and buffer.target is aten.detach.default:
-        buffer = buffer.args[0]  # type: ignore[assignment]
+        buffer = buffer.args[0]
     return buffer
 
 
@@ -118,8 +119,8 @@ class _Norm:
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = dict(zip(_NAMES, self.node.args, strict=False))
-        self.given = given | {name: _undetached(given[name]) for name in _RUNNING}
-        self.x: fx.Node = given["input"]
+        self.given: Mapping[str, Any] = given | {name: _undetached(given[name]) for name in _RUNNING}
+        self.x = self.given["input"]
         self.moved: dict[str, fx.Node] = {}  # buffer -> its new value
         shape = info(self.x).shape
         self.dims = [dim for dim in range(len(shape)) if dim != 1]

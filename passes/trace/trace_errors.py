@@ -49,6 +49,12 @@ KEEP_TENSORS = (
     "keep it a tensor: x / x.max(), not x / float(x.max()); no .item(), .tolist(), int() or float(). "
     "If it is a size, " + _FIXED_SHAPES
 )
+_BRANCH = "a branch or a loop depends on data, which is unknown at planning time"
+_WAYS_OUT = {
+    NUMBER_READ: KEEP_TENSORS,
+    _BRANCH: "compute both sides and select: torch.where(condition, a, b), with torch.rand(()) < p as the condition "
+    "where a number is drawn; or " + _FIXED_SHAPES,
+}
 
 
 PADDED = (
@@ -75,7 +81,7 @@ def explain(error: Exception) -> TraceError:
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
     if "data-dependent" in text.lower() or unbacked or "GuardOnDataDependentSymNode" in type(error).__name__:
         what = _what_depends(text)
-        return UnsupportedOp(what, where=where, fix=KEEP_TENSORS if what == NUMBER_READ else _FIXED_SHAPES)
+        return UnsupportedOp(what, where=where, fix=_WAYS_OUT.get(what, _FIXED_SHAPES))
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return TraceError(
         f"the model cannot be traced: {type(error).__name__}: {first[:300]}",
@@ -119,7 +125,7 @@ def _what_depends(text: str) -> str:
     if first.startswith("Could not extract specialized") or (guarded and re.fullmatch(r"z?u[fi]?\d+", guarded[1])):
         return NUMBER_READ
     if guarded:
-        return "a branch or a loop depends on data, which is unknown at planning time"
+        return _BRANCH
     return f"a size or a branch depends on data: {first[:200]}"
 
 

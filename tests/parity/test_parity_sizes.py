@@ -40,6 +40,11 @@ def long(y: Tensor) -> Tensor:
     return y * 3 if y.size(1) > 4 else y
 
 
+def recent(y: Tensor) -> Tensor:
+    """The last tokens, of which there are fewer in a shorter sequence."""
+    return y[:, -4:] * torch.arange(4)[:, None]
+
+
 class Branching(nn.Module):
     def __init__(self, branch: Branch) -> None:
         super().__init__()
@@ -85,6 +90,19 @@ def test_sequences_at_which_a_model_branches_are_refused() -> None:
     assert float(par.train_step({"x": batch(tokens=5)})) == pytest.approx(expected, rel=1e-12)
     with pytest.raises(InputsError, match=r"s = 4"):
         par.train_step({"x": batch(tokens=4)})
+
+
+def test_the_last_tokens_of_sequences_that_have_as_many() -> None:
+    par = autoptd.parallelize(
+        source := traced(recent, SAMPLES), world=1, batch=SAMPLES, cluster="dgx-h100", optimizer="sgd"
+    )
+    for tokens in (4, 6):
+        with torch.no_grad():
+            expected = float(source.model(batch(tokens=tokens)))
+        assert float(par.eval_step({"x": batch(tokens=tokens)})) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(InputsError, match=r"traced where s >= 4, but here s = 3") as error:
+        par.train_step({"x": batch(tokens=3)})
+    assert "y[:, -4:]" in error.value.where
 
 
 def test_what_holds_for_all_sizes_is_no_condition() -> None:
