@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autoptd.passes.graph import ancestors
 from autoptd.passes.kept.python_values import Name, holders, values_of
+from autoptd.passes.opcall import is_random
 
 
 @dataclass(eq=False)
@@ -50,13 +51,15 @@ def _held_by(model: nn.Module, loss: object) -> _Values:
 
 
 def _left_by(model: nn.Module, before: _Values, after: _Values, inputs: Collection[Tensor]) -> dict[Name, object]:
-    """Return the names of the tensors that depend on data and that a pass left, with stand-ins, shared as these are."""
+    """Return the names of the tensors that a pass left and that another pass may leave otherwise, with stand-ins,
+    shared as these are: tensors of data, of random numbers, or of what their names held before."""
     found: dict[Name, object] = {}
     shared: dict[int, object] = {}
     data = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
     for name, (value, held) in after.items():
         _, old = before.get(name, (None, []))
-        if any(isinstance(x, Tensor) and all(x is not y for y in old) and _made_of(x, data) for x in held):
+        new = [x for x in held if isinstance(x, Tensor) and all(x is not y for y in old)]
+        if any(_made_of(x, [*data, *(y for y in old if isinstance(y, Tensor))]) for x in new):
             found[name] = shared.setdefault(id(value), _stand_in(value))
     return found
 
@@ -69,6 +72,8 @@ def _stand_in(value: object) -> object:
         case list() | deque():
             for i in range(len(value)):
                 value[i] = Left()
+        case tuple():
+            return tuple(Left() for _ in value)
         case _:
             return Left()
     return value
@@ -78,21 +83,28 @@ def _held(value: object) -> list[object]:
     """Return what a container holds, or the value itself."""
     if isinstance(value, dict):
         return list(value.values())
-    return list(value) if isinstance(value, list | deque | set) else [value]
+    return list(value) if isinstance(value, list | deque | set | tuple) else [value]
 
 
 def _made_of(x: Tensor, given: Collection[Tensor]) -> bool:
-    """Return whether a tensor is computed from one of others, as far as a trace that is under way records that.
+    """Return whether a tensor is computed from one of others, or drawn, as far as a trace under way records that.
 
-    The proxies of a trace are private to torch (seen in 2.13.0).
+    The proxies of a trace, and its constants, are private to torch (seen in 2.13.0).
     """
     mode = get_proxy_mode()
     if mode is None:
         return True
-    nodes = [_node(y, mode.tracer) for y in (x, *given)]
-    if nodes[0] is None:
+    tracer: Any = mode.tracer
+    node = _node(x, tracer)
+    if node is None:
         return any(x is y for y in given)
-    return not ancestors([nodes[0]]).isdisjoint(nodes[1:])
+    made_of = ancestors([node])
+    constants = [getattr(tracer.root, str(n.target), None) for n in made_of if n.op == "get_attr"]
+    return (
+        not made_of.isdisjoint(_node(y, tracer) for y in given)
+        or any(is_random(n.target) for n in made_of)
+        or any(x is y for x in constants for y in given)
+    )
 
 
 def _node(x: Tensor, tracer: Any) -> fx.Node | None:

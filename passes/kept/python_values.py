@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)  # others may make what they 
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _ITERATORS = (itertools.count, itertools.cycle, itertools.repeat)
 _CACHE = functools._lru_cache_wrapper
+_SIMPLE = (bool, int, float, str, bytes, Tensor)
 _PLAIN = ("argparse", "types")  # modules whose objects are namespaces
 _LIBRARIES = ("autoptd", "torch")
 _TRAINED = ("_parameters", "_buffers")
@@ -59,30 +60,29 @@ class Holder:
 def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
     """Yield a model's modules, and the classes, files and functions of its code and of a loss; the environment."""
     classes: dict[type, None] = {}
-    functions: dict[int, Any] = {}
-    _find_functions([loss], functions)
+    code: dict[int, Any] = {}
+    _find_code([loss], code)
     yield Holder("the environment", os.environ, os.environ.__setitem__, os.environ.__delitem__)  # type: ignore[arg-type]
     loss_modules = loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ()
-    if loss is not None:
-        yield Holder("", {"loss": loss}, lambda name, value: None, lambda name: None)
     for name, module in (*model.named_modules(), *loss_modules):
         put, drop = (functools.partial(f, module) for f in (object.__setattr__, object.__delattr__))
         yield Holder(name, vars(module), put, drop, restored=True)
         classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _may_be_own(cls.__module__)))
-        _find_functions([value for key, value in vars(module).items() if key not in _OF_MODULES or value], functions)
+        _find_code([value for key, value in vars(module).items() if key not in _OF_MODULES or value], code)
     files = {cls.__module__ for cls in classes} | {file for file in list(sys.modules) if _is_users(file)}
     for file in sorted(files & sys.modules.keys() - {"__mp_main__"}):  # another name of __main__
         names = vars(sys.modules[file])
         yield Holder(f"file {file}", names, names.__setitem__, names.__delitem__)
-        own = [value for value in list(names.values()) if getattr(value, "__module__", None) == file]
+        kinds = types.FunctionType | type
+        own = [x for x in list(names.values()) if not isinstance(x, kinds) or x.__module__ == file]  # not imported
         classes.update(dict.fromkeys(value for value in own if isinstance(value, type)))
-        _find_functions(own, functions)
+        _find_code(own, code)
     for cls in classes:
         put, drop = (functools.partial(f, cls) for f in (setattr, delattr))
         yield Holder(f"class {cls.__module__}.{cls.__qualname__}", vars(cls), put, drop)
-        _find_functions(list(vars(cls).values()), functions)
+        _find_code(list(vars(cls).values()), code)
     number = Counter[str]()
-    for value in functions.values():
+    for value in code.values():
         is_function = isinstance(value, types.FunctionType)
         name = f"function {value.__qualname__}" if is_function else f"object {type(value).__qualname__}"
         number[name] += 1
@@ -171,35 +171,47 @@ def _contents(value: Any, known: dict[int, object]) -> object:
         held = [(key, frozen(x, known)) for key, x in itertools.islice(value.items(), _MOST)]
     elif isinstance(value, _SEQUENCES):
         held = [(None, frozen(x, known)) for x in itertools.islice(value, _MOST)]
-    elif _is_users_object(value):
-        held = [(key, frozen(x, known)) for key, x in vars(value).items()]
     else:
         return None
     kept = tuple((key, x) for key, x in held if x is not None)
     return kept or None
 
 
-def _find_functions(values: list[Any], found: dict[int, Any]) -> None:
+def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
     """Add the functions among values, and those that they hold, that hold anything from call to call; and the objects
-    of the user's classes that are called."""
-    for value in values:
+    of the user's classes."""
+    stack = list(values)
+    while stack:
+        value = stack.pop()
         if isinstance(value, staticmethod | classmethod):
-            _find_functions([value.__func__], found)
+            stack.append(value.__func__)
         elif isinstance(value, types.MethodType):
-            _find_functions([value.__func__, value.__self__], found)
+            stack += value.__func__, value.__self__
         elif isinstance(value, property):
-            _find_functions([value.fget, value.fset], found)
+            stack += value.fget, value.fset
         elif isinstance(value, functools.partial):
-            _find_functions([value.func, *value.args, *value.keywords.values()], found)
-        elif isinstance(value, dict) and len(value) < _MOST:  # hooks of a module
-            _find_functions(list(value.values()), found)
-        elif isinstance(value, types.FunctionType) and id(value) not in found and _may_be_own(value.__module__):
-            if held := _values_of(value):
-                found[id(value)] = value
-                _find_functions(list(held.values()), found)
-        elif id(value) not in found and callable(value) and _is_users_object(value):
+            stack += value.func, *value.args, *value.keywords.values()
+        elif type(value) in _DICTS and len(value) <= _MOST:  # such as hooks of a module
+            stack += value.values()
+        elif isinstance(value, _SEQUENCES) and len(value) <= _MOST:
+            stack += (x for x in value if not isinstance(x, _SIMPLE))
+        elif id(value) not in found and (held := _fields(value)):
             found[id(value)] = value
-            _find_functions(list(vars(value).values()), found)
+            stack += held.values()
+
+
+def _fields(value: Any) -> Mapping[str, object]:
+    """Return what a function holds from call to call, and the attributes of an object of the user's; else nothing."""
+    if isinstance(value, types.FunctionType):
+        return _values_of(value) if _may_be_own(value.__module__) else {}
+    kind = type(value).__module__
+    if not (kind in _PLAIN or _is_users(kind)) or isinstance(value, nn.Module | Tensor | type | types.ModuleType):
+        return {}
+    slots = (name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
+    try:
+        return vars(value)
+    except TypeError:  # it has no __dict__
+        return {name: getattr(value, name) for name in slots if hasattr(value, name)}
 
 
 def _values_of(function: types.FunctionType) -> dict[str, object]:
@@ -216,16 +228,6 @@ def _defaults(function: types.FunctionType) -> dict[str, object]:
     return {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
 
 
-def _is_users_object(value: object) -> bool:
-    kind = type(value).__module__
-    if not (kind in _PLAIN or _is_users(kind)) or isinstance(value, nn.Module | type | types.ModuleType):
-        return False
-    try:
-        return isinstance(vars(value), dict)
-    except TypeError:  # it has none
-        return False
-
-
 def _is_set(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
@@ -236,7 +238,7 @@ def _is_set(cell: types.CellType) -> bool:
 
 def _of_object(value: Any, name: str) -> Holder:
     put, drop = (functools.partial(f, value) for f in (setattr, delattr))
-    return Holder(name, vars(value), put, drop)
+    return Holder(name, _fields(value), put, drop)
 
 
 def _of_function(function: types.FunctionType, name: str) -> Holder:

@@ -59,6 +59,56 @@ class History(Model):
         return h / (torch.stack(list(self.history)).sum() + 1)
 
 
+class Growing(Model):
+    def start(self) -> None:
+        self.scale = torch.tensor(1.0)
+
+    def step(self, h: Tensor) -> Tensor:
+        self.scale = self.scale * 1.1
+        return h * self.scale
+
+
+class Drawn(Model):
+    """Numbers that the first pass draws, for all."""
+
+    def start(self) -> None:
+        self.projection: Tensor | None = None
+
+    def step(self, h: Tensor) -> Tensor:
+        if self.projection is None:
+            self.projection = torch.randn(4, 4)
+        return h @ self.projection
+
+
+class Pair(Model):
+    def start(self) -> None:
+        self.pair = (torch.zeros(()), 1)
+
+    def step(self, h: Tensor) -> Tensor:
+        y = h - self.pair[0]
+        self.pair = (h.detach().mean(), 1)
+        return y
+
+
+class Run:
+    """An object that holds a tensor."""
+
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(())
+
+
+class InObject(Model):
+    def start(self) -> None:
+        self.run = Run()
+
+    def step(self, h: Tensor) -> Tensor:
+        y = h - self.run.mean
+        self.run.mean = h.detach().mean()
+        return y
+
+
 class OwnGenerator(Model):
     def start(self) -> None:
         self.generator = np.random.default_rng(0)
@@ -72,7 +122,18 @@ class PythonGenerator(OwnGenerator):
         self.generator = random.Random(0)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Memory, "memory"), (Mean, "mean"), (History, "history")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Memory, "memory"),
+        (Mean, "mean"),
+        (History, "history"),
+        (Growing, "scale"),
+        (Drawn, "projection"),
+        (Pair, "pair"),
+        (InObject, "mean of object Run"),
+    ],
+)
 def test_a_tensor_that_the_next_pass_reads_is_refused(kind: type[Model], name: str) -> None:
     with pytest.raises(UnsupportedOp, match=f"reads {name} of the pass before") as caught:
         trace(kind(), {"x": torch.ones(2, 4)})
