@@ -28,6 +28,7 @@ import sympy
 import torch
 from torch import fx
 
+from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, mark_whole
 from autoptd.passes.batch.batch_independence import States, follow_samples
 from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows
@@ -99,7 +100,7 @@ def _is_end(
 def _runs_once(node: fx.Node) -> bool:
     """Return whether an op may be computed once per step, with the samples of the batch as the only size."""
     sizes = _symbols((*node.args, *node.kwargs.values(), *(t.shape for t in infos(node))))
-    plain = is_getitem(node) or isinstance(node.target, torch._ops.OpOverload)
+    plain = is_getitem(node) or isinstance(node.target, torch._ops.OpOverload) or node.target is ops.marked_columns
     return plain and not is_random(node.target) and sizes <= {BATCH}
 
 

@@ -56,6 +56,7 @@ from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
+from autoptd.passes.rewrites.equal_selections import write_equal_selections
 from autoptd.passes.rewrites.expanded import write_parts_of_expanded
 from autoptd.passes.rewrites.masked_rows import follow_masked_rows
 from autoptd.passes.rewrites.part_projections import cut_projections
@@ -119,6 +120,7 @@ PREPARE: list[Pass] = [
     drop_asserts,
     write_sparse_sums,
     write_rejoined_rows,
+    write_equal_selections,
     name_masked_sizes,
     fold_sizes,
     drop_asserts,
