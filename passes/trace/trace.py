@@ -352,7 +352,8 @@ class _Exporter:
             raise
         except Exception as error:  # anything that the model's code or a library raises
             raise explain(error) from error
-        inline_regions(program.graph, program.graph_module)  # writes within them are looked for next
+        buffers = program.graph_signature.inputs_to_buffers
+        inline_regions(program.graph, program.graph_module, buffers)  # writes within them are looked for next
         if found is not None:
             expand_repeats(program.graph, found.captures, found.paths)
         return program

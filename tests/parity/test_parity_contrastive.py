@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -104,6 +105,36 @@ class Plain(TwoViews):
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(loss)
         self.encode = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 7))
+
+
+class Momentum(TwoViews):
+    """An encoder and its slow copy, which computes without gradients, and has running statistics of its own."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(loss)
+        self.slow = copy.deepcopy(self.encode).requires_grad_(False)
+        self.predict = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+        views = torch.cat([x, y])
+        q1, q2 = self.predict(self.encode(views)).chunk(2)
+        with torch.no_grad():
+            k1, k2 = self.slow(views).chunk(2)
+        return self._of_pairs(q1, k2) + self._of_pairs(q2, k1)
+
+    def _of_pairs(self, q: Tensor, k: Tensor) -> Tensor:
+        """Compare each query with the keys of all samples (Chen et al. 2021, MoCo v3)."""
+        logits = torch.einsum("nc,mc->nm", [F.normalize(q, dim=1), F.normalize(k, dim=1)]) / 0.2
+        return F.cross_entropy(logits, torch.arange(logits.size(0)))
+
+
+def test_a_slow_copy_updates_its_running_statistics_without_gradients() -> None:
+    torch.manual_seed(0)
+    model, batch = Momentum(same_class).double(), views()
+    parallel = made(model, batch, fix={"micro": 3, "tp": 2})
+    assert off(parallel, model, batch) <= TOLERANCE
+    after = train_in_lockstep(parallel, [batch]).state["slow.1.running_mean"]
+    assert after.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("loss", [without_the_diagonal, same_class], ids=lambda loss: loss.__name__)
