@@ -18,7 +18,9 @@ aten = torch.ops.aten
 def inline_regions(graph: fx.Graph, root: fx.GraphModule, buffers: Collection[str]) -> None:
     """Replace no-grad and disabled-autocast regions by their bodies; inputs of a no-grad region are detached.
 
-    Buffers, placeholders of these names, are not, so that a norm of the region updates its own. An op that returns its operand, such as a cast to the type that it has, returns it with its gradient, within such a
+    Buffers, placeholders of these names, are not, so that a norm of the region updates its own.
+
+    An op that returns its operand, such as a cast to the type that it has, returns it with its gradient, within such a
     region too. torch.export lets later readers of the operand read that op's result.
     """
     for node in list(graph.nodes):

@@ -80,16 +80,17 @@ def trace(
             if not may_loop(error):
                 raise
             first = error
+        bakes = "bakes the batch size" in first.what
+        with suppress(TraceError):
+            if bakes:
+                return _traced(model, inputs, loss, precision, repeats, averaging, 0, ints=True)
         try:
             return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0])
         except TraceError as error:
             further = isinstance(error, UnsupportedOp) and error.where != first.where
-            ways = [{"ints": True}]
-            if find_rows(inputs, count_samples(inputs)):  # what has several rows per sample may be without samples
-                ways.append({"several_rows": False})
-            for way in ways if "bakes the batch size" in first.what else ():
-                with suppress(TraceError):
-                    return _traced(model, inputs, loss, precision, repeats, averaging, 0, **way)
+            with suppress(TraceError):  # what has several rows per sample may be without samples
+                if bakes and find_rows(inputs, count_samples(inputs)):
+                    return _traced(model, inputs, loss, precision, repeats, averaging, 0, several_rows=False)
             raise (error if further else first) from (error if further else first).__cause__
     return _traced(model, inputs, loss, precision, False, averaging, samples)
 
@@ -196,7 +197,7 @@ class _Exporter:
     because: str = ""  # what needs these as numbers
     known: KnownInputs | None = None  # set if loops over samples are recorded
     settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
-    ints: bool = False  # whether `int` of sizes gives sizes
+    ints: bool = False  # whether `int` and `float` of sizes give sizes
     left_out: set[str] = field(default_factory=set)  # places of checks of data
     written: set[str] = field(default_factory=set)  # inputs that forward writes to
     turns: RowTurns = field(default_factory=RowTurns)
@@ -337,7 +338,7 @@ class _Exporter:
                 silent_export(),
                 refuse_own_draws(model),
                 refuse_packing_beside_cache(self.model, self.specs),
-                symbolic_len(model, self.objective.loss, self.ints),
+                symbolic_len(model, self.objective.loss, self.ints, self.ints or self.known is not None),
                 random_code(self.skips),
                 written_to_trace(self.model),
                 nullcontext() if found is None else found.running(),
