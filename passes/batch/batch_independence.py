@@ -80,6 +80,7 @@ _SHAPED = (  # take sizes of their outputs as arguments; a part of the batch dim
     *("expand", "narrow", "repeat", "repeat_interleave", "reshape", "slice", "slice_scatter", "split"),
     *("split_with_sizes", "unflatten", "view"),
 )
+_UNIFORM = ("softmax", "log_softmax", "sum", "mean", "amax", "amin")  # give one value everywhere if they are given one
 _BROADCASTING = (  # elementwise losses, whose operands are broadcast from the right
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
@@ -270,8 +271,12 @@ def _fill_state(node: fx.Node, call: OpCall) -> State:
 
 def _keeps_one_value(call: OpCall, states: Sequence[State]) -> bool:
     """Return whether an op of tensors that each hold one value everywhere gives such a tensor again."""
+    name = target_name(call.target)
     alone = all(s is FILLED or t.ndim == 0 for s, t in zip(states, call.operands, strict=True))
-    return alone and (_is_elementwise(call) or target_name(call.target) in (*SAME_VALUES, "cat", "concat", "stack"))
+    if alone and name in _UNIFORM:
+        (x,) = call.operands
+        return not any(grows(x.shape[dim]) for dim in notations.chosen(call.arg(1, "dim"), x.ndim))
+    return alone and (_is_elementwise(call) or name in (*SAME_VALUES, "cat", "concat", "stack"))
 
 
 def _is_elementwise(call: OpCall) -> bool:

@@ -46,6 +46,12 @@ def like_its_samples(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return x + (first @ first.t() @ first)[:, None]
 
 
+def uniform_samples_second(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Begin with equal chances, whose samples are not in the first dim, as routing between capsules does."""
+    chances = x.new_zeros(x.shape[1], x.shape[0], x.shape[2]).flatten(0, 1).softmax(-1)
+    return x + (chances.view(x.shape[1], x.shape[0], -1) * x.transpose(0, 1)).transpose(0, 1)
+
+
 MIXING: list[tuple[str, Body]] = [
     ("prod works", lambda x, ids, labels: x - x.prod(0)),
     ("softmax works", lambda x, ids, labels: x.softmax(0)),
@@ -122,6 +128,7 @@ APART: list[Body] = [
     lambda x, ids, labels: x * ids.shape[0],  # the whole batch's, as in one process
     lambda x, ids, labels: x.type_as(x) * (x.shape[0] / x.shape[0]),
     lambda x, ids, labels: x.new_zeros(x.shape[1], x.shape[2]) + x,
+    uniform_samples_second,
     lambda x, ids, labels: x.movedim(0, 1).contiguous().movedim(0, 1),
     lambda x, ids, labels: torch.cat((x[:, 1:], x[:, :1]), 1),
     last_of_each,
