@@ -140,3 +140,14 @@ APART: list[Body] = [
 @pytest.mark.parametrize("body", APART, ids=range(len(APART)))
 def test_what_keeps_samples_apart_is_not(body: Body) -> None:
     assert traced(body).folded.segments
+
+
+def shuffled(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    return 0.7 * x + 0.3 * x[torch.randperm(x.size(0))]
+
+
+@pytest.mark.parametrize("body", [shuffled, lambda x, ids, labels: 0.7 * x + 0.3 * x.flip(0)], ids=["shuffled", "flip"])
+def test_mixed_inputs_are_to_be_mixed_by_the_data_loader(body: Body) -> None:
+    with pytest.raises(UnsupportedOp) as error:
+        traced(body)
+    assert "let the data loader do it" in str(error.value)
