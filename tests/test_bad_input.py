@@ -241,6 +241,24 @@ def test_shapes_that_depend_on_data(
     assert "torch.where" in error.fix
 
 
+class Queue(nn.Linear):
+    """A layer with a place in a queue of earlier features, as MoCo has it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, : int(self.place) + 4].mean()
+
+
+def test_a_number_read_from_a_buffer():
+    error = refusal(UnsupportedOp, Queue(), **EIGHT, inputs=X)
+    assert error.what.startswith("a number is read from the buffer place")
+    assert line_of(Queue, "int(self.place)") in error.where
+    assert "between steps" in error.fix and "other samples of the batch" in error.fix
+
+
 @pytest.mark.parametrize("rows", [nn.Embedding(16, 8, sparse=True), nn.EmbeddingBag(16, 8, sparse=True)])
 def test_sparse_gradients(rows: nn.Module):
     ids = {"ids": torch.zeros(4, 6, dtype=torch.int64)}

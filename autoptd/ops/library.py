@@ -166,6 +166,17 @@ def take_rows(source: Tensor, index: Tensor) -> Tensor:
     return source.take_along_dim(index[..., None], 1)
 
 
+def marked_columns(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Return the elements of x [n, m] that mask [n, m] marks, in order: `count` in each row, [n, count].
+
+    Raises RuntimeError if a row has another number of them.
+    """
+    wrong = "a mask selects another number of elements in some row than planned for this number of samples"
+    torch._assert_async((mask.sum(1) == count).all(), wrong)
+    order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    return x.gather(1, order[:, :count])
+
+
 def sum_over_dp(x: Tensor) -> Tensor:
     """Mark a sum over a microbatch, to be summed over those of the dp ranks: `dp.sum(x)` in an emitted program."""
     return x

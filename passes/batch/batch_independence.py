@@ -44,7 +44,19 @@ from autoptd.passes.batch.batch_dims import (
 from autoptd.passes.batch.expert_groups import counted, follow_group
 from autoptd.passes.batch.index_moves import follow_move
 from autoptd.passes.batch.row_numbers import SAME_VALUES, follow_numbers, follow_range, follow_sort, misused
-from autoptd.passes.batch.rows import BATCH_ORDER, FILLED, Across, Order, Rows, State, placed_by
+from autoptd.passes.batch.rows import (
+    BATCH_ORDER,
+    FILLED,
+    MIXED_INPUTS,
+    PAIRS,
+    UNKNOWN,
+    Across,
+    Order,
+    Rows,
+    State,
+    orders_differ,
+    placed_by,
+)
 from autoptd.passes.graph import (
     ancestors,
     info,
@@ -73,13 +85,12 @@ States: TypeAlias = "tuple[State, ...]"
 READ_BY_SAMPLES = "read by samples"  # in the meta of an op that seems to sum over samples: its state, `Across`
 SUMS = "sums over samples"
 _ACROSS = "works across samples"
-_PAIRS = "pairs samples with each other"
-_UNKNOWN = "is not proved to treat samples independently"
 _COUNTS = "computes with the number of samples"
 _SHAPED = (  # take sizes of their outputs as arguments; a part of the batch dim is refused by their rules
     *("expand", "narrow", "repeat", "repeat_interleave", "reshape", "slice", "slice_scatter", "split"),
     *("split_with_sizes", "unflatten", "view"),
 )
+_UNIFORM = ("softmax", "log_softmax", "sum", "mean", "amax", "amin")  # give one value everywhere if they are given one
 _BROADCASTING = (  # elementwise losses, whose operands are broadcast from the right
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
@@ -221,7 +232,7 @@ class Propagation:
             rows = {i: Rows(place) for i, place in filled.items() if place is not None}
         orders = {r.order for r in rows.values()}
         if len(orders) != 1:
-            return (_orders_differ(node, orders),) * len(call.outputs)
+            return (orders_differ(node, orders),) * len(call.outputs)
         (order,) = orders
         places = tuple((i, r.place) for i, r in rows.items())
         key = node.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs, places, order.size
@@ -229,7 +240,8 @@ class Propagation:
             self.seen[key] = output_places(call, {i: Rows(p, Order(order.size)) for i, p in places})
         found = self.seen[key]
         if isinstance(found, str):
-            return (Across(node, found, pairs=found == _PAIRS),) * len(call.outputs)
+            fix = MIXED_INPUTS if target_name(call.target) in ("flip", "roll") else Across.fix
+            return (Across(node, found, fix, pairs=found == PAIRS),) * len(call.outputs)
         return tuple(None if place is None else Rows(place, order) for place in found)
 
     def _from_constants(self, node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
@@ -270,8 +282,12 @@ def _fill_state(node: fx.Node, call: OpCall) -> State:
 
 def _keeps_one_value(call: OpCall, states: Sequence[State]) -> bool:
     """Return whether an op of tensors that each hold one value everywhere gives such a tensor again."""
+    name = target_name(call.target)
     alone = all(s is FILLED or t.ndim == 0 for s, t in zip(states, call.operands, strict=True))
-    return alone and (_is_elementwise(call) or target_name(call.target) in (*SAME_VALUES, "cat", "concat", "stack"))
+    if alone and name in _UNIFORM:
+        (x,) = call.operands
+        return not any(grows(x.shape[dim]) for dim in notations.chosen(call.arg(1, "dim"), x.ndim))
+    return alone and (_is_elementwise(call) or name in (*SAME_VALUES, "cat", "concat", "stack"))
 
 
 def _is_elementwise(call: OpCall) -> bool:
@@ -307,18 +323,6 @@ def _tallied(node: fx.Node, states: Sequence[State], found: States) -> States:
     return tuple(replace(s, tally=counted(node, states)) if isinstance(s, Across) else s for s in found)
 
 
-def _orders_differ(node: fx.Node, orders: set[Order]) -> Across:
-    if not orders:
-        return Across(node, _UNKNOWN)
-    sorts = ", ".join(sorted({f"{user_op_name(o.by)} at {source_line(o.by)}" for o in orders if o.by is not None}))
-    return Across(
-        node,
-        f"{_PAIRS}: some of its operands have rows in the order of {sorts}, others in another order",
-        "restore the order of rows with the indices that sorted them (index_add, or the inverse permutation as index)",
-        pairs=True,
-    )
-
-
 def _has_batch(values: Sequence[object]) -> bool:
     """Return whether a number among the values changes with the number of samples."""
     numbers = [a for a in values if isinstance(a, sympy.Basic)]
@@ -335,7 +339,7 @@ _Found: TypeAlias = "str | tuple[SamplePlace | None, ...]"  # why an op mixes sa
 def output_places(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
     """Return the position of the rows in each output of an op, or how it mixes them."""
     if any(sum(map(grows, t.shape)) > 1 for t in call.outputs):
-        return _PAIRS
+        return PAIRS
     places, unit = {i: r.place for i, r in rows.items()}, next(iter(rows.values())).order.size
     loops = resolve(call).loops
     found = (None,) * len(call.outputs) if loops is None else placed_by(call, loops, rows)
@@ -345,7 +349,7 @@ def output_places(call: OpCall, rows: Mapping[int, Rows]) -> _Found:
         given = tuple(p or place_by_shape(t, unit) for p, t in zip(given, call.outputs, strict=True))
         return _mixes_in_trial(call, places, given) or given
     lost = any(p is None and counts_samples(t) for p, t in zip(given, call.outputs, strict=True))
-    return reason or (_UNKNOWN if lost else given)
+    return reason or (UNKNOWN if lost else given)
 
 
 def _mixes(call: OpCall, loops: Loops, places: Mapping[int, SamplePlace], unit: Size) -> str | None:
@@ -365,7 +369,7 @@ def _mixes(call: OpCall, loops: Loops, places: Mapping[int, SamplePlace], unit: 
             return None
         found |= names
     if len(found) > 1:
-        return _PAIRS
+        return PAIRS
     ((name, _),) = found
     there = loops.places[name][len(call.operands) :]
     return SUMS if any(place is None for place in there) else ""
@@ -382,8 +386,8 @@ def _mixes_in_trial(call: OpCall, places: Mapping[int, SamplePlace], given: Sequ
     if apart:
         return ""
     if not _side_by_side(call, places):
-        return _PAIRS
-    return _UNKNOWN if apart is None and call.target not in RULES else _ACROSS
+        return PAIRS
+    return UNKNOWN if apart is None and call.target not in RULES else _ACROSS
 
 
 def _side_by_side(call: OpCall, places: Mapping[int, SamplePlace]) -> bool:

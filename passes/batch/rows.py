@@ -26,10 +26,21 @@ from typing import Literal, TypeAlias
 from torch import fx
 
 from autoptd.passes.batch.batch_dims import SamplePlace, grows, place_in
+from autoptd.passes.graph import source_line, user_op_name
 from autoptd.passes.opcall import OpCall, Size
 from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.lookup import resolve
 from autoptd.passes.trace.traced import BATCH
+
+PAIRS = "pairs samples with each other"
+UNKNOWN = "is not proved to treat samples independently"
+_RESTORE_ORDER = (
+    "restore the order of rows with the indices that sorted them (index_add, or the inverse permutation as index)"
+)
+MIXED_INPUTS = (
+    "to mix each sample with another one (mixup, CutMix), let the data loader do it: pass the mixed batch, or both "
+    "samples, both labels and the share as inputs of forward"
+)
 
 
 class Fill(Enum):
@@ -129,3 +140,17 @@ def placed_by(call: OpCall, loops: Loops, rows: Mapping[int, Rows]) -> tuple[Row
 def pointing(rows: Rows | None, points: Points | None) -> Rows | None:
     """Return the rows with row indices as values."""
     return None if rows is None else replace(rows, points=points)
+
+
+def orders_differ(node: fx.Node, orders: set[Order]) -> Across:
+    """Return the state of an op whose operands have rows in these orders, or whose rows are not known at all."""
+    if not orders:
+        return Across(node, UNKNOWN)
+    sources = [o.by for o in orders if o.by is not None]
+    named = ", ".join(sorted({f"{user_op_name(by)} at {source_line(by)}" for by in sources}))
+    return Across(
+        node,
+        f"{PAIRS}: some of its operands have rows in the order of {named}, others in another order",
+        MIXED_INPUTS if any(user_op_name(by) == "randperm" for by in sources) else _RESTORE_ORDER,
+        pairs=True,
+    )

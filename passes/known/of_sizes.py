@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import SymInt, Tensor
 
 
 def cov(input: Tensor, *, correction: int = 1) -> Tensor:
@@ -53,11 +53,30 @@ def fill_diagonal_(x: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
     return x.masked_fill_(diagonal, fill_value)
 
 
+def diag(input: Tensor, diagonal: int = 0) -> Tensor:
+    """Return the elements of a matrix `diagonal` places to the right of its diagonal, or below it if negative."""
+    return (input[:, diagonal:] if diagonal >= 0 else input[-diagonal:]).diagonal()
+
+
+def diagonal(input: Tensor, offset: int = 0) -> Tensor:
+    """Return what `diag` does, which `torch.diagonal` calls by another name."""
+    return diag(input, offset)
+
+
 def is_known(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call is one of these functions, with arguments that it takes here."""
     if func is Tensor.fill_diagonal_:
         return bool(args[0].ndim == 2) and not (kwargs.get("wrap") or True in args[2:])
+    if func in _DIAGONALS:
+        sized = any(isinstance(x, SymInt) for x in (*args[1:], *kwargs.values()))
+        return sized and bool(args[0].ndim == 2) and len(args) + len(kwargs) == 2
     return func in OF_SIZES and not {"fweights", "aweights"} & kwargs.keys()
+
+
+_DIAGONALS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.diag, Tensor.diag), diag),
+    **dict.fromkeys((torch.diagonal, Tensor.diagonal), diagonal),
+}
 
 
 OF_SIZES: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
@@ -68,4 +87,5 @@ OF_SIZES: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.affine_grid: affine_grid,
     torch.affine_grid_generator: affine_grid,
     Tensor.fill_diagonal_: fill_diagonal_,
+    **_DIAGONALS,
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 _LIBRARY = torch.library.Library("autoptd_loops", "FRAGMENT")
 _LIBRARY.define("join(Tensor[] pieces, SymInt count, int dim) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -26,3 +27,11 @@ def _joined(pieces: Sequence[Tensor], count: Any, dim: int) -> Tensor:
 
 _LIBRARY.impl("join", _joined, "CompositeExplicitAutograd")
 _LIBRARY.impl("join", _joined, "Meta")
+
+
+def turns_counted(pieces: list[Any]) -> Any:
+    """Return the length of a list, as a size of the batch if a loop over samples is traced and has added to it."""
+    given = [x for x in pieces if isinstance(x, Tensor)]
+    if len(given) == len(pieces) and has_torch_function(given):
+        return handle_torch_function(turns_counted, given, pieces)
+    return len(pieces)

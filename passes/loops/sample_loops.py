@@ -35,7 +35,7 @@ from autoptd.passes.data_checks import without_data_checks
 from autoptd.passes.loops.block_attention import attend_apart, block_of
 from autoptd.passes.loops.blocks import blocks_of, literal
 from autoptd.passes.loops.empty_masks import RowTurns, TurnsOnRows
-from autoptd.passes.loops.join import JOIN
+from autoptd.passes.loops.join import JOIN, turns_counted
 from autoptd.passes.loops.row_writes import RowWrites, sample_index
 from autoptd.passes.traced_reads import Recipe, TracedReads, eager
 
@@ -148,6 +148,8 @@ class SampleLoops(TracedReads):
                 return row[0]
             if name == "__len__" and isinstance(args[0], Tensor) and args[0].ndim and self.of_samples(args[0].shape[0]):
                 return _hint(args[0].shape[0])  # `list` asks for it
+            if func is turns_counted and (count := self._turns(args[0])) is not None:  # type: ignore[arg-type]
+                return count
             if name == "__iter__" or name == "unbind" or name in _SPLITS:
                 made = self._apart(name, *args, **kwargs)
             elif name == "scaled_dot_product_attention":
@@ -195,9 +197,7 @@ class SampleLoops(TracedReads):
 
     def size(self, symbol: SymInt) -> int:
         """Return a size that a number depends on: one of samples stays a symbol, as a second trace has another."""
-        if not self.of_samples(symbol):
-            return super().size(symbol)
-        return _hint(symbol)
+        return _hint(symbol) if self.of_samples(symbol) else super().size(symbol)
 
     # ---- the beginning of a loop ----
 
@@ -293,13 +293,19 @@ class SampleLoops(TracedReads):
                 join = torch.stack if stacked else torch.cat
                 blocks = [join(values[i : i + each], dim) for i in range(0, len(values), each)]
             return self._blocks(blocks, dim % blocks[0].ndim)
-        makers = [self._maker(x) for x in pieces]
-        if len({id(x) for x in pieces}) == 1 or makers[each:] != makers[:-each]:
+        if (count := self._turns(pieces)) is None:
             return None
         dim = dim % (pieces[0].ndim + stacked)
         if stacked:
             pieces = [x.unsqueeze(dim) for x in pieces]
-        return JOIN(pieces, self._count(each), dim)
+        return JOIN(pieces, count, dim)
+
+    def _turns(self, pieces: Sequence[Tensor]) -> Any:
+        """Return how many pieces there are, as a size of any batch; None if they are no pieces of samples."""
+        each, rest = divmod(len(pieces), self.known.samples)
+        makers = [self._maker(x) for x in pieces]
+        alike = not rest and each > 0 and len({id(x) for x in pieces}) > 1 and makers[each:] == makers[:-each]
+        return self._count(each) if alike else None
 
     def _count(self, each: int) -> Any:
         """Return how many pieces there are, with so many for each sample, as a size of any batch."""

@@ -11,6 +11,7 @@ give the same program (`same_program`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -20,17 +21,23 @@ from torch import fx
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import info, is_getitem, op_name, operands, plain, source_line, substitute, write_op
 from autoptd.passes.loops.join import JOIN
-from autoptd.passes.loops.turn_rules import TurnRules, Turns, UnlikeTurnsError
+from autoptd.passes.loops.turn_rules import TurnRules, Turns, UnlikeTurnsError, UnwrittenTurnsError
 from autoptd.passes.opcall import Size
 from autoptd.passes.rules.views import same
 from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
+_ADD = aten.add.Tensor
 _READS = ("select", "slice", "narrow")
 
 
 def write_joined_pieces(graph: fx.Graph, traced: Traced) -> None:
-    """Replace every `join` by the loop's turns as one pass. Raises UnsupportedOp for turns that are not alike."""
+    """Replace every `join` and every sum of a loop's turns by one pass over them.
+
+    Raises UnsupportedOp for turns that are joined and not alike. Sums of such stay as they are.
+    """
+    if traced.loops:
+        _write_sums(graph, traced.example[BATCH])
     for node in list(graph.nodes):
         if node.target is not JOIN:
             continue
@@ -48,6 +55,73 @@ def write_joined_pieces(graph: fx.Graph, traced: Traced) -> None:
                 except UnlikeTurnsError:
                     raise _refusal(node, error) from None
         node.replace_all_uses_with(made)
+
+
+def _write_sums(graph: fx.Graph, samples: int) -> None:
+    """Replace sums to which every turn of a loop adds by the sum of all turns: `loss = loss + f(x[i])`."""
+    for node in reversed(list(graph.nodes)):
+        if node.target is not _ADD or any(user.target is _ADD and user.args[0] is node for user in node.users):
+            continue
+        terms, first = _terms(node), 0
+        while first + samples <= len(terms):
+            with graph.inserting_before(node):
+                found = _turns_in(graph, terms[first:], samples)
+            if found is not None:
+                whole, turns = found
+                terms[first : first + turns * samples] = [whole]
+            first += 1
+        if len(terms) < len(_terms(node)):
+            with graph.inserting_before(node):
+                made = terms[0]
+                for term in terms[1:]:
+                    made = write_op(graph, node, _ADD, (made, term), info(node).shape, info(node).dtype)
+            node.replace_all_uses_with(made)
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """Return what was added, one after another; all have the shape and dtype of the sum."""
+    terms: list[fx.Node] = []
+    while node.target is _ADD and not node.kwargs and len(node.args) == 2:
+        one, other = node.args
+        if not isinstance(one, fx.Node) or info(one) not in (info(node), replace(info(node), requires_grad=False)):
+            break
+        if isinstance(other, fx.Node) and (info(other).shape, info(other).dtype) == (
+            info(node).shape,
+            info(node).dtype,
+        ):
+            terms.append(other)
+        elif isinstance(other, fx.Node) or other != 0:
+            break
+        node = one
+    return [node, *reversed(terms)]
+
+
+def _turns_in(graph: fx.Graph, terms: Sequence[fx.Node], samples: int) -> tuple[fx.Node, int] | None:
+    """Return the sum of the turns that these terms begin with, and how many terms each turn adds; None if none do.
+
+    Raises UnsupportedOp for turns that are alike, but for an op of them that has no rule.
+    """
+    unwritten: UnwrittenTurnsError | None = None
+    for each in range(1, len(terms) // samples + 1):
+        groups = [tuple(terms[i : each * samples : each]) for i in range(each)]
+        if any(len({n.target for n in group}) > 1 or len(set(group)) < samples for group in groups):
+            continue
+        loop = _Loop(graph, BATCH)
+        try:
+            parts = [loop.turns(group) for group in groups]
+        except UnlikeTurnsError as error:
+            unwritten = error if isinstance(error, UnwrittenTurnsError) else unwritten
+            continue
+        made: fx.Node | None = None
+        for part, like in zip(parts, terms, strict=False):
+            x, shape = loop.rules.spread(part), info(like).shape
+            total = write_op(graph, like, aten.sum.dim_IntList, (x, [0]), shape, info(like).dtype)
+            made = total if made is None else write_op(graph, like, _ADD, (made, total), shape, info(like).dtype)
+        assert made is not None
+        return made, each
+    if unwritten is not None:
+        raise _refusal(terms[samples - 1], unwritten)
+    return None
 
 
 def _refusal(node: fx.Node, error: UnlikeTurnsError) -> UnsupportedOp:

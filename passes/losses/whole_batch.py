@@ -10,7 +10,8 @@ samples other than by a sum, all that depends on it, and what these read that co
 (`arange(b)`, or features that were put behind others) or is computed from all samples but is no sum (a median). The end
 is marked only if it
 
-    reads samples in batch order, a fixed number of elements of each;
+    reads samples in batch order, a fixed number of elements of each, which may be several rows far apart, as of
+        torch.cat([x_1, x_2]) over all samples: the samples get a dim of their own for the end to read;
     reads no parameter with two dims or more: a layer behind the mixing would run on all ranks for the whole batch;
     draws no random numbers, calls no backward pass of the user's own and updates no buffer.
 
@@ -28,14 +29,17 @@ import sympy
 import torch
 from torch import fx
 
+from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, mark_whole
 from autoptd.passes.batch.batch_independence import States, follow_samples
 from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows
-from autoptd.passes.graph import ancestors, descendants, infos, is_getitem, operands, updated_values
+from autoptd.passes.graph import ancestors, descendants, info, infos, is_getitem, operands, updated_values, write_op
 from autoptd.passes.losses.batch_sums import Mixes, Over, over_batch, placeholder_state
 from autoptd.passes.losses.loss_spellings import SPELLINGS
 from autoptd.passes.opcall import is_random
 from autoptd.passes.trace.traced import BATCH, Traced
+
+aten = torch.ops.aten
 
 
 def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
@@ -53,6 +57,7 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
         if _is_end(end, states, sources, graph, traced):
             for node in end:
                 mark_whole(node)
+            _take_samples_apart(graph, end, states)
             return
 
 
@@ -116,7 +121,7 @@ def _is_end(
 def _runs_once(node: fx.Node) -> bool:
     """Return whether an op may be computed once per step, with the samples of the batch as the only size."""
     sizes = _symbols((*node.args, *node.kwargs.values(), *(t.shape for t in infos(node))))
-    plain = is_getitem(node) or isinstance(node.target, torch._ops.OpOverload)
+    plain = is_getitem(node) or isinstance(node.target, torch._ops.OpOverload) or node.target is ops.marked_columns
     return plain and not is_random(node.target) and sizes <= {BATCH}
 
 
@@ -126,8 +131,25 @@ def _is_row(found: States, node: fx.Node) -> bool:
     if not isinstance(state, Rows):
         return False
     rest = [n for dim, n in enumerate(infos(node)[0].shape) if dim != state.place.dim]
-    in_order = state.order == BATCH_ORDER and state.points is None and state.place == SamplePlace(state.place.dim)
-    return in_order and all(isinstance(n, int) for n in rest)
+    in_order = state.order == BATCH_ORDER and state.points is None
+    return in_order and all(isinstance(n, int) for n in (*rest, state.place.outer, state.place.inner))
+
+
+def _take_samples_apart(graph: fx.Graph, end: set[fx.Node], states: Mapping[fx.Node, States]) -> None:
+    """Let the end read rows (outer b inner) as (outer, b, inner), which it merges again."""
+    for node in dict.fromkeys(o for n in graph.nodes if n in end for o in operands(n) if o not in end):
+        (state,) = states.get(node, (None,))
+        if not isinstance(state, Rows) or state.place == SamplePlace(state.place.dim):
+            continue
+        dim, shape, dtype = state.place.dim, info(node).shape, info(node).dtype
+        apart = (*shape[:dim], state.place.outer, BATCH, state.place.inner, *shape[dim + 1 :])
+        with graph.inserting_after(node):
+            rows = write_op(graph, node, aten.reshape.default, (node, list(apart)), apart, dtype)
+        with graph.inserting_after(rows):
+            merged = write_op(graph, node, aten.reshape.default, (rows, list(shape)), shape, dtype)
+        mark_whole(merged)
+        for user in [n for n in node.users if n in end]:
+            user.replace_input_with(node, merged)
 
 
 def _symbols(values: Iterable[object]) -> set[sympy.Basic]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from autoptd.passes.graph import source_line
 aten = torch.ops.aten
 
 
-def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
+def inline_regions(graph: fx.Graph, root: fx.GraphModule, buffers: Collection[str]) -> None:
     """Replace no-grad and disabled-autocast regions by their bodies; inputs of a no-grad region are detached.
+
+    Buffers, placeholders of these names, are not, so that a norm of the region updates its own.
 
     An op that returns its operand, such as a cast to the type that it has, returns it with its gradient, within such a
     region too. torch.export lets later readers of the operand read that op's result.
@@ -24,14 +27,14 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *args = node.args
-            _inline(graph, root, node, body, args, detached=not enabled)
+            _inline(graph, root, node, body, args, buffers, detached=not enabled)
         elif name == "wrap_with_autocast":
             _, _, enabled, _, body, *args = node.args
             if enabled:
                 raise UnsupportedOp(
                     "the model contains an autocast region", where=source_line(node), fix="pass precision= instead"
                 )
-            _inline(graph, root, node, body, args, detached=False)
+            _inline(graph, root, node, body, args, buffers, detached=False)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             raise UnsupportedOp(
                 f"{node.target} cannot be planned",
@@ -58,11 +61,27 @@ _RETURNING = (
 )
 
 
-def _inline(graph: fx.Graph, root: fx.GraphModule, node: fx.Node, body: object, args: list, *, detached: bool) -> None:
+def _is_buffer(given: object, buffers: Collection[str]) -> bool:
+    return isinstance(given, fx.Node) and given.op == "placeholder" and given.name in buffers
+
+
+def _inline(
+    graph: fx.Graph,
+    root: fx.GraphModule,
+    node: fx.Node,
+    body: object,
+    args: list,
+    buffers: Collection[str],
+    *,
+    detached: bool,
+) -> None:
     assert isinstance(body, fx.Node)
     inner_root = getattr(root, str(body.target))
     sub = inner_root.graph
-    inline_regions(sub, inner_root)  # regions within it are named as its own, which the root may have given to others
+    within = {inner.name for inner, given in zip(sub.nodes, args, strict=False) if _is_buffer(given, buffers)}
+    inline_regions(
+        sub, inner_root, within
+    )  # regions within it are named as its own, which the root may have given to others
     inputs = iter(args)
     copied: dict[fx.Node, fx.Node] = {}
     unchanged: dict[fx.Node, fx.Node] = {}  # inputs, and what is returned as it is
@@ -72,7 +91,8 @@ def _inline(graph: fx.Graph, root: fx.GraphModule, node: fx.Node, body: object, 
             if inner.op == "placeholder":
                 given = next(inputs)
                 copied[inner] = unchanged[inner] = given
-                if detached and isinstance(given, fx.Node) and isinstance(given.meta.get("val"), torch.Tensor):
+                tensor = isinstance(given, fx.Node) and isinstance(given.meta.get("val"), torch.Tensor)
+                if detached and tensor and not _is_buffer(given, buffers):
                     copied[inner] = graph.call_function(aten.detach.default, (given,))
                     copied[inner].meta.update(given.meta)
                     copied[inner].meta.update({k: begins[k] for k in ("nn_module_stack", "stack_trace") if k in begins})

@@ -56,6 +56,7 @@ from autoptd.passes.random.drop_path import write_drop_path_as_mask
 from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
+from autoptd.passes.rewrites.equal_selections import write_equal_selections
 from autoptd.passes.rewrites.expanded import write_parts_of_expanded
 from autoptd.passes.rewrites.masked_rows import follow_masked_rows
 from autoptd.passes.rewrites.part_projections import cut_projections
@@ -94,7 +95,7 @@ def _drop_dead(graph: fx.Graph) -> None:
 
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:
     """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies."""
-    _inline(graph, traced.graph)
+    _inline(graph, traced.graph, traced.buffers)
 
 
 def write_own(graph: fx.Graph, traced: Traced) -> None:
@@ -119,6 +120,7 @@ PREPARE: list[Pass] = [
     drop_asserts,
     write_sparse_sums,
     write_rejoined_rows,
+    write_equal_selections,
     name_masked_sizes,
     fold_sizes,
     drop_asserts,

@@ -9,15 +9,15 @@ The number of rows and the sizes of such a split depend on data. What is made of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor  # private; seen in 2.13.0
 
 from autoptd.passes.graph import op_name
 from autoptd.passes.loops.join import JOIN
 from autoptd.passes.rewrites.row_selections import selection
+from autoptd.passes.rewrites.traced_values import refresh, unknown, written
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
@@ -51,11 +51,11 @@ def _read_by_numbers(graph: fx.Graph, node: fx.Node, masks: dict[Any, fx.Node]) 
         return
     with graph.inserting_before(node):
         for dim in range(1, ndim) if not others else ():
-            x = _written(graph, node, aten.unsqueeze.default, x, dim)
-        kept = [_written(graph, node, aten.squeeze.dim, i, 0) if i.meta["val"].ndim == ndim else i for i in others]
+            x = written(graph, node, aten.unsqueeze.default, x, dim)
+        kept = [written(graph, node, aten.squeeze.dim, i, 0) if i.meta["val"].ndim == ndim else i for i in others]
         if kept and max(i.meta["val"].ndim for i in kept) != ndim - 1:
             return
-        made = _written(graph, node, aten.index.Tensor, x, [None, *kept]) if kept else x
+        made = written(graph, node, aten.index.Tensor, x, [None, *kept]) if kept else x
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
@@ -103,19 +103,15 @@ def _joined(graph: fx.Graph, node: fx.Node, masks: dict[Any, fx.Node]) -> fx.Nod
         return None
     with graph.inserting_before(node):
         for like in reversed(chain):
-            whole = _written(graph, like, like.target, whole, *like.args[1:], **like.kwargs)
-    _refresh(node, whole)
+            whole = written(graph, like, like.target, whole, *like.args[1:], **like.kwargs)
+    refresh(node, whole)
     return whole
 
 
 def _leads(x: fx.Node) -> bool:
     """Return whether the rows of x are in its first dim alone."""
     first, *others = x.meta["val"].shape
-    return isinstance(first, torch.SymInt) and not any(isinstance(n, torch.SymInt) and _unknown(n) for n in others)
-
-
-def _unknown(size: torch.SymInt) -> bool:
-    return any(str(s).startswith("u") for s in size.node.expr.free_symbols)
+    return isinstance(first, torch.SymInt) and not any(isinstance(n, torch.SymInt) and unknown(n) for n in others)
 
 
 def _split_by_sample(parts: Sequence[fx.Node], masks: dict[Any, fx.Node]) -> fx.Node | None:
@@ -156,35 +152,3 @@ def _element(size: Any) -> tuple[fx.Node, int] | None:
     name, (vector, dim, first, *last) = op_name(x), (*x.args, None, None)[: max(3, len(x.args))]
     one = {"narrow": [1], "select": [], "slice": [first + 1] if isinstance(first, int) else None}.get(name)
     return (vector, first) if dim == 0 and last == one else None
-
-
-def _written(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call with its value."""
-    made = graph.call_function(target, args, kwargs)
-    made.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    made.meta["val"] = _run(made)
-    return made
-
-
-def _run(node: fx.Node) -> Any:
-    """Compute the value that a trace records of a call."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    function, values = cast(Any, node.target), [n.meta["val"] for n in node.all_input_nodes]
-    with next(x.fake_mode for x in values if isinstance(x, FakeTensor)):
-        return function(*args, **kwargs)
-
-
-def _refresh(old: fx.Node, new: fx.Node) -> None:
-    """Give what is made of `old` the sizes that it has if made of `new`."""
-    stale = {old: new}
-    for node in old.graph.nodes:
-        if any(n in stale for n in node.all_input_nodes) and any(map(_unknown, _sizes(node))):
-            kept = node.args, node.kwargs
-            node.args, node.kwargs = fx.map_arg(kept, lambda n: stale.get(n, n))
-            node.meta["val"] = _run(node)
-            node.args, node.kwargs = kept
-            stale[node] = node
-
-
-def _sizes(node: fx.Node) -> list[torch.SymInt]:
-    return [n for n in getattr(node.meta.get("val"), "shape", ()) if isinstance(n, torch.SymInt)]

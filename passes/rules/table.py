@@ -383,6 +383,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.grouped_mm: Rule(". k, e k n, . -> . n", each, implementations=(EXPERTS,)),
     ops.in_training: POINTWISE,
     ops.integers: DRAW,
+    ops.marked_columns: Rule("n ., n . -> n .", first),
     ops.marked_rows: Rule("b ., b . -> b ."),
     ops.normal: DRAW,
     ops.sum_by_index: Rule("... n, ... n -> ... .", first),

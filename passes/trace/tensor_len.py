@@ -3,7 +3,7 @@
 Python makes an int of what `len` and `int` return, so the tracer would take the length of the example for that of every
 batch. While a model is traced, the modules in which its code is written have a `len` of their own, which returns
 `x.size(0)` for tensors: the same number outside a trace. Where the number of samples would become a number without it,
-they have an `int` of their own too.
+and in loops over samples, they have an `int` and a `float` of their own too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ import torch
 from torch import SymFloat, SymInt, Tensor, nn
 from torch.utils._sympy.functions import TruncToInt
 
+from autoptd.passes.loops.join import turns_counted
 from autoptd.passes.normalise.size_functions import in_sympy
 
 _LIBRARIES = frozenset({"autoptd", "torch"})  # whose own modules call `len` of sequences, or with ints expected
 
 
 def tensor_len(x: Any) -> Any:
-    """Return `len(x)`, of a tensor as a size that may be symbolic."""
-    return x.size(0) if isinstance(x, Tensor) and x.ndim else builtins.len(x)
+    """Return `len(x)`, of a tensor as a size that may be symbolic; so of a list to which a loop over samples adds."""
+    if isinstance(x, Tensor) and x.ndim:
+        return x.size(0)
+    return turns_counted(x) if isinstance(x, list) else builtins.len(x)
 
 
 class _SizesToo(type):
@@ -45,6 +48,24 @@ class _SizesToo(type):
         return issubclass(other, builtins.int)
 
 
+class _FractionsToo(type):
+    """The class of a class that its code takes for `float`, and that leaves sizes sizes."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        sized = len(args) == 1 and isinstance(args[0], (SymInt, SymFloat))
+        return torch.sym_float(args[0]) if sized else builtins.float(*args, **kwargs)
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, builtins.float)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, builtins.float)
+
+
+class SizeFloat(float, metaclass=_FractionsToo):
+    """`float`, of sizes as sizes."""
+
+
 class SizeInt(int, metaclass=_SizesToo):
     """`int`, of sizes as sizes."""
 
@@ -58,16 +79,18 @@ def _whole(x: SymFloat) -> Any:
 
 
 @contextmanager
-def symbolic_len(model: nn.Module, loss: Callable[..., Any] | None = None, ints: bool = False) -> Iterator[None]:
+def symbolic_len(
+    model: nn.Module, loss: Callable[..., Any] | None = None, ints: bool = False, floats: bool = False
+) -> Iterator[None]:
     """Give the packages of the model's classes and of the loss `tensor_len` for `len`; take it back at the end.
 
-    ints: also `SizeInt` for `int`. Modules with a `len` or `int` of their own keep it.
+    ints, floats: also `SizeInt` for `int`, `SizeFloat` for `float`. Modules with such functions of their own keep them.
     """
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     names = {cls.__module__ for cls in classes} | {getattr(loss, "__module__", None) or type(loss).__module__}
     roots = {name.partition(".")[0] for name in names} - _LIBRARIES - sys.stdlib_module_names
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in roots]
-    ours = {"len": tensor_len, **({"int": SizeInt} if ints else {})}
+    ours = {"len": tensor_len, **({"int": SizeInt} if ints else {}), **({"float": SizeFloat} if floats else {})}
     changed = [(vars(module), name) for module in modules for name in ours if name not in vars(module)]
     for space, name in changed:
         space[name] = ours[name]

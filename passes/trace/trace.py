@@ -80,16 +80,17 @@ def trace(
             if not may_loop(error):
                 raise
             first = error
+        bakes = "bakes the batch size" in first.what
+        with suppress(TraceError):
+            if bakes:
+                return _traced(model, inputs, loss, precision, repeats, averaging, 0, ints=True)
         try:
             return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0])
         except TraceError as error:
             further = isinstance(error, UnsupportedOp) and error.where != first.where
-            ways = [{"ints": True}]
-            if find_rows(inputs, count_samples(inputs)):  # what has several rows per sample may be without samples
-                ways.append({"several_rows": False})
-            for way in ways if "bakes the batch size" in first.what else ():
-                with suppress(TraceError):
-                    return _traced(model, inputs, loss, precision, repeats, averaging, 0, **way)
+            with suppress(TraceError):  # what has several rows per sample may be without samples
+                if bakes and find_rows(inputs, count_samples(inputs)):
+                    return _traced(model, inputs, loss, precision, repeats, averaging, 0, several_rows=False)
             raise (error if further else first) from (error if further else first).__cause__
     return _traced(model, inputs, loss, precision, False, averaging, samples)
 
@@ -196,7 +197,7 @@ class _Exporter:
     because: str = ""  # what needs these as numbers
     known: KnownInputs | None = None  # set if loops over samples are recorded
     settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
-    ints: bool = False  # whether `int` of sizes gives sizes
+    ints: bool = False  # whether `int` and `float` of sizes give sizes
     left_out: set[str] = field(default_factory=set)  # places of checks of data
     written: set[str] = field(default_factory=set)  # inputs that forward writes to
     turns: RowTurns = field(default_factory=RowTurns)
@@ -328,7 +329,8 @@ class _Exporter:
             self.turns.rows.clear()
             with nullcontext() if found is None else found.running(), random_code(self.skips):
                 program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
-            inline_regions(program.graph, program.graph_module)  # writes within them are looked for next
+            buffers = program.graph_signature.inputs_to_buffers
+            inline_regions(program.graph, program.graph_module, buffers)  # writes within them are looked for next
             hooks.unmark(program.graph, whole=not self.skips.without | self.turns.without)
             if found is not None:
                 expand_repeats(program.graph, found.captures, found.paths)
@@ -343,7 +345,7 @@ class _Exporter:
                 silent_export(),
                 refuse_own_draws(model),
                 refuse_packing_beside_cache(self.model, self.specs),
-                symbolic_len(model, self.objective.loss, self.ints),
+                symbolic_len(model, self.objective.loss, self.ints, self.ints or self.known is not None),
                 written_to_trace(self.model),
                 hooks.running(),
                 write_assigned_buffers(model, root),

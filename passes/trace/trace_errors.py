@@ -75,19 +75,48 @@ def explain(error: Exception) -> TraceError:
     if ragged := _ragged(error):
         return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
     if "its data is not allocated yet" in text:  # of a list of tensors that is made one, as indices
-        return UnsupportedOp(NUMBER_READ, where=where, fix=KEEP_TENSORS)
+        return _number_read(error, where)
     if type(error).__name__ == "DataDependentOutputException":  # an op of torch that returns a number
-        return UnsupportedOp(f"{NUMBER_READ} (by {error})", where=where, fix=KEEP_TENSORS)
+        return _number_read(error, where, f" (by {error})")
     unbacked = re.search(r"u\d+", text) and ("data-dependent" in text.lower() or "unbacked" in text.lower())
     if "data-dependent" in text.lower() or unbacked or "GuardOnDataDependentSymNode" in type(error).__name__:
         what = _what_depends(text)
-        return UnsupportedOp(what, where=where, fix=_WAYS_OUT.get(what, _FIXED_SHAPES))
+        fixed = UnsupportedOp(what, where=where, fix=_WAYS_OUT.get(what, _FIXED_SHAPES))
+        return _number_read(error, where) if what == NUMBER_READ else fixed
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return TraceError(
         f"the model cannot be traced: {type(error).__name__}: {first[:300]}",
         where=where,
         fix="check that model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
     )
+
+
+def _number_read(error: Exception, where: str, by: str = "") -> UnsupportedOp:
+    """Return the error of a number that is read from a tensor, with the name of the buffer if it is one."""
+    if name := _buffer_read(error):
+        what = f"a number is read from the buffer {name}, whose value at each step is unknown at planning time"
+        return UnsupportedOp(what + by, where=where, fix=_KEEP_BUFFERS)
+    return UnsupportedOp(NUMBER_READ + by, where=where, fix=KEEP_TENSORS)
+
+
+def _buffer_read(error: Exception) -> str:
+    """Return the buffer of which the user's deepest line reads a number, by `self` and its text; "" if it does not."""
+    name = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        owner, file = frame.f_locals.get("self"), frame.f_code.co_filename
+        if not is_foreign(file):
+            read = re.search(_READS, linecache.getline(file, line))
+            held = owner._buffers if isinstance(owner, nn.Module) else {}
+            name = next((x for x in (read.groups() if read else ()) if x in held), "")
+    return name
+
+
+_READS = r"\b(?:int|float|bool)\(self\.(\w+)\b|\bself\.(\w+)(?:\[\w+\])?\.(?:item|tolist)\(\)"
+_KEEP_BUFFERS = (
+    "keep it a tensor: x / self.scale, not x / float(self.scale). If it is a place in a queue of features of earlier "
+    "steps, compare with the other samples of the batch instead, as MoCo v3 does, or update the queue outside forward, "
+    "between steps"
+)
 
 
 def _ragged(error: BaseException) -> str:

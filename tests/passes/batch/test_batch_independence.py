@@ -46,6 +46,12 @@ def like_its_samples(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return x + (first @ first.t() @ first)[:, None]
 
 
+def uniform_samples_second(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Begin with equal chances, whose samples are not in the first dim, as routing between capsules does."""
+    chances = x.new_zeros(x.shape[1], x.shape[0], x.shape[2]).flatten(0, 1).softmax(-1)
+    return x + (chances.view(x.shape[1], x.shape[0], -1) * x.transpose(0, 1)).transpose(0, 1)
+
+
 MIXING: list[tuple[str, Body]] = [
     ("prod works", lambda x, ids, labels: x - x.prod(0)),
     ("softmax works", lambda x, ids, labels: x.softmax(0)),
@@ -122,6 +128,7 @@ APART: list[Body] = [
     lambda x, ids, labels: x * ids.shape[0],  # the whole batch's, as in one process
     lambda x, ids, labels: x.type_as(x) * (x.shape[0] / x.shape[0]),
     lambda x, ids, labels: x.new_zeros(x.shape[1], x.shape[2]) + x,
+    uniform_samples_second,
     lambda x, ids, labels: x.movedim(0, 1).contiguous().movedim(0, 1),
     lambda x, ids, labels: torch.cat((x[:, 1:], x[:, :1]), 1),
     last_of_each,
@@ -133,3 +140,14 @@ APART: list[Body] = [
 @pytest.mark.parametrize("body", APART, ids=range(len(APART)))
 def test_what_keeps_samples_apart_is_not(body: Body) -> None:
     assert traced(body).folded.segments
+
+
+def shuffled(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    return 0.7 * x + 0.3 * x[torch.randperm(x.size(0))]
+
+
+@pytest.mark.parametrize("body", [shuffled, lambda x, ids, labels: 0.7 * x + 0.3 * x.flip(0)], ids=["shuffled", "flip"])
+def test_mixed_inputs_are_to_be_mixed_by_the_data_loader(body: Body) -> None:
+    with pytest.raises(UnsupportedOp) as error:
+        traced(body)
+    assert "let the data loader do it" in str(error.value)

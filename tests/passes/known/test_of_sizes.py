@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoptd.passes.known.of_sizes import affine_grid
+from autoptd.passes.known.of_sizes import affine_grid, diag, diagonal
 from autoptd.passes.trace.trace import trace
 
 
@@ -53,3 +53,22 @@ class Pairs(nn.Module):
 
 def test_the_number_of_samples_of_a_written_diagonal_stays_a_size() -> None:
     assert [str(s) for s in trace(Pairs(), {"x": torch.randn(4, 4)}).sizes] == ["b"]
+
+
+class Diagonals(Pairs):
+    """Every sample against all others, of which those half a batch away are taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, n = self.layer(x), x.size(0)
+        scores = y @ torch.cat([y, y]).T
+        return torch.cat([scores.diag(n), torch.diag(scores.T, -n), scores.T.diagonal(offset=n)]).sum()
+
+
+def test_the_place_of_a_diagonal_stays_a_size() -> None:
+    assert [str(s) for s in trace(Diagonals(), {"x": torch.randn(4, 4)}).sizes] == ["b"]
+
+
+@pytest.mark.parametrize("place", [-3, -1, 0, 2, 4])
+def test_diagonals_are_those_of_torch(place: int) -> None:
+    x = torch.randn(4, 6)
+    assert torch.equal(diag(x, place), x.diag(place)) and torch.equal(diagonal(x, place), x.diagonal(place))

@@ -397,6 +397,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(12, 4), real(8, 4, 8), torch.arange(1, 9, dtype=torch.int32)),
     ],
     ops.integers: [([8, 4], 2, 7, torch.int64)],
+    ops.marked_columns: [(real(4, 6), torch.eye(6)[:4] + torch.eye(6)[1:5] > 0, 2)],
     ops.marked_rows: [(torch.eye(6)[:4] + torch.eye(6)[1:5] > 0, torch.eye(6)[2:] + torch.eye(6)[:4] > 0)],
     ops.normal: [([4, 8, 4], torch.float64)],
     ops.sum_by_index: [(real(8), whole(4, 8), 4), (real(4, 8), whole(6, 4, 8), 6)],
