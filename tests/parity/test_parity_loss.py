@@ -90,11 +90,11 @@ def test_logits_that_others_read_are_copied(capped: bool, monkeypatch: pytest.Mo
 
 
 class Weighed(nn.Module):
-    """A loss of rows, each with a weight and a power of its own, over more classes than a gather is worth."""
+    """A loss of rows, each with a weight and a power of its own, over more classes than are worth gathering."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(VOCAB, 256), nn.Linear(256, 4096, bias=False)
+        self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 100_000, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         logits = self.head(self.table(ids))
@@ -110,7 +110,7 @@ def weighed() -> tuple[str, list[str]]:
     made = autoptd.parallelize(
         model := randomised(Weighed()), world=4, cluster="dgx-h100", batch=len(ids), seq=TOKENS,
         inputs={n: x[:2] for n, x in batch.items()}, precision="fp64", optimizer="sgd",
-        optimizer_options=OPTIONS["sgd"], fix={"dp": 2, "tp": 2, "pp": 1, "micro": 2},
+        optimizer_options=OPTIONS["sgd"], fix={"dp": 2, "tp": 2, "pp": 1, "micro": 2, "splits": {"head.weight": "S0"}},
     )  # fmt: skip
     alone = train_alone(model, [batch], optimizer="sgd", optimizer_options=OPTIONS["sgd"])
     return "".join(made.program.files.values()), complaints("weighed", train_in_lockstep(made, [batch]), alone)
