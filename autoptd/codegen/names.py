@@ -169,6 +169,7 @@ _SHORT = {
     "reshape": "view",
     "unsqueeze": "expanded",
     "cross_entropy": "loss_sum",
+    "row_cross_entropy": "losses",
     "valid_count": "count",
     "arange": "positions",
     "slice": "part",

@@ -75,7 +75,7 @@ def cross_entropy(
     `in_place`: probabilities overwrite the logits if these are float32 or wider, and the gradient overwrites both.
     """
     if in_place:
-        return _CrossEntropy.apply(logits, labels, _ALONE, ignore_index, label_smoothing, True)
+        return _CrossEntropy.apply(logits, labels, _ALONE, ignore_index, label_smoothing, True).sum()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
@@ -92,11 +92,24 @@ def vocab_cross_entropy(
     """Compute `cross_entropy` of logits [..., v/t] split over the vocabulary; every rank returns the whole sum."""
     if tp.size == 1:
         return cross_entropy(logits, labels, ignore_index, in_place=in_place)
-    return _CrossEntropy.apply(logits, labels, tp, ignore_index, 0.0, in_place)
+    return _CrossEntropy.apply(logits, labels, tp, ignore_index, 0.0, in_place).sum()
+
+
+def row_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Compute the cross entropy of each position, 0 for ignored labels: logits [..., v], labels [...] -> [...]."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=ignore_index, reduction="none").reshape(labels.shape)
+
+
+def vocab_row_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis, ignore_index: int = -100) -> Tensor:
+    """Compute `row_cross_entropy` of logits [..., v/t] split over the vocabulary; every rank returns all rows."""
+    if tp.size == 1:
+        return row_cross_entropy(logits, labels, ignore_index)
+    return _CrossEntropy.apply(logits, labels, tp, ignore_index, 0.0, False).to(logits.dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy that saves the local softmax and two tensors of the labels' shape for backward.
+    """Cross entropies of rows. Saves the local softmax and three tensors of the labels' shape for backward.
 
     Smoothing e over v unsplit classes makes labels (1 - e) onehot + e / v (Szegedy et al. 2016, section 7).
     """
@@ -122,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
         softmax /= total.unsqueeze(-1)
         ctx.save_for_backward(softmax, local, own, valid)
         ctx.dtype, ctx.smoothing, ctx.in_place = logits.dtype, smoothing, in_place
-        return (total.log() - (1 - smoothing) * at_label - spread).masked_fill(~valid, 0).sum()
+        return (total.log() - (1 - smoothing) * at_label - spread).masked_fill(~valid, 0)
 
     @staticmethod
     @once_differentiable

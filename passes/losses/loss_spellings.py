@@ -206,14 +206,14 @@ _NAMES = ("input", "target", "weight", "reduction", "ignore_index", "label_smoot
 _DEFAULTS = (None, None, None, MEAN, -100, 0.0)
 
 
-def _given(node: fx.Node) -> dict[str, Any]:
+def arguments_by_class(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a cross entropy or NLL loss by name."""
     pairs = enumerate(zip(_NAMES, _DEFAULTS, strict=True))
     return {name: node.args[i] if i < len(node.args) else node.kwargs.get(name, d) for i, (name, d) in pairs}
 
 
 def _cross_entropy(w: _SumWriter) -> fx.Node | None:
-    given = _given(w.node)
+    given = arguments_by_class(w.node)
     logits, labels, weight = given["input"], given["target"], given["weight"]
     if given["reduction"] not in (MEAN, SUM):
         return None
@@ -252,7 +252,7 @@ def _valid(w: _SumWriter, labels: fx.Node, ignore_index: int, weight: fx.Node | 
 
 
 def _negative_log_likelihood(w: _SumWriter) -> fx.Node | None:
-    given = _given(w.node)
+    given = arguments_by_class(w.node)
     if given["reduction"] != MEAN:
         return None
     return w.over(_summed(w, given), _valid(w, given["target"], given["ignore_index"], given["weight"]))

@@ -24,6 +24,7 @@ from autoptd.passes.losses.batch_statistics import sum_statistics_over_batch
 from autoptd.passes.losses.buffer_updates import refuse_reads_of_updates, rewrite_updates, separate_sums
 from autoptd.passes.losses.loss_spellings import write_sums_over_samples
 from autoptd.passes.losses.reduce_loss import check_loss, rewrite_loss
+from autoptd.passes.losses.row_losses import write_row_losses
 from autoptd.passes.losses.whole_batch import mark_whole_batch
 from autoptd.passes.normalise.annotate import annotate
 from autoptd.passes.normalise.canonicalize import (
@@ -173,6 +174,7 @@ LOSS: list[Pass] = [
     rewrite_updates,
     rewrite_loss,
     drop_unread_counts,
+    write_row_losses,
 ]
 FINISH: list[Pass] = [
     settle_scalar_types,

@@ -106,6 +106,7 @@ EXPERTS = Implementation("expert_parallel", "e")
 IMPLEMENTATIONS: Mapping[tuple[Callable[..., Any], str], Callable[..., Any]] = {
     (aten.embedding.default, "vocab_parallel"): ops.vocab_embedding,
     (ops.cross_entropy, "vocab_parallel"): ops.vocab_cross_entropy,
+    (ops.row_cross_entropy, "vocab_parallel"): ops.vocab_row_cross_entropy,
     (ops.grouped_mm, "expert_parallel"): ops.expert_mm,
 }
 
@@ -386,6 +387,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.marked_columns: Rule("n ., n . -> n .", first),
     ops.marked_rows: Rule("b ., b . -> b ."),
     ops.normal: DRAW,
+    ops.row_cross_entropy: Rule("... v, ... -> ...", implementations=(VOCABULARY_LOSS,)),
     ops.sum_by_index: Rule("... n, ... n -> ... .", first),
     ops.sum_over_batch: Rule("... -> ...", first),
     ops.sum_over_dp: Rule("... -> ...", first),

@@ -87,3 +87,35 @@ def test_logits_that_others_read_are_copied(capped: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(overwriting, "writes_logits", lambda *_, **__: True)
     with pytest.raises(RuntimeFault, match="modified by an inplace operation"):
         trained(capped)
+
+
+class Weighed(nn.Module):
+    """A loss of rows, each with a weight and a power of its own, over more classes than are worth gathering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 100_000, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        logits = self.head(self.table(ids))
+        rows = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=1)
+        return (rows * weights * (1 - torch.exp(-rows)).square()).sum() / weights.sum()
+
+
+def weighed() -> tuple[str, list[str]]:
+    """Return the program's text, and what is wrong with its training."""
+    torch.manual_seed(0)
+    ids, labels = tokens()
+    batch = {"ids": ids, "labels": labels % VOCAB, "weights": torch.rand(ids.shape, dtype=torch.float64)}
+    made = autoptd.parallelize(
+        model := randomised(Weighed()), world=4, cluster="dgx-h100", batch=len(ids), seq=TOKENS,
+        inputs={n: x[:2] for n, x in batch.items()}, precision="fp64", optimizer="sgd",
+        optimizer_options=OPTIONS["sgd"], fix={"dp": 2, "tp": 2, "pp": 1, "micro": 2, "splits": {"head.weight": "S0"}},
+    )  # fmt: skip
+    alone = train_alone(model, [batch], optimizer="sgd", optimizer_options=OPTIONS["sgd"])
+    return "".join(made.program.files.values()), complaints("weighed", train_in_lockstep(made, [batch]), alone)
+
+
+def test_rows_of_a_loss_over_a_cut_vocabulary() -> None:
+    text, wrong = weighed()
+    assert not wrong and text.count("ops.vocab_row_cross_entropy(") == 1

@@ -384,6 +384,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(2, 4, 4, 2), real(2, 4, 6, 2), real(2, 4, 6, 2), flags(2, 1, 1, 6) | torch.ones(6, dtype=torch.bool)),
     ],
     aten.unfold.default: [(real(4, 9, 8), 1, 3, 2), (real(8, 4, 7), -1, 7, 7), (real(9, 4), 0, 4, 4)],
+    ops.row_cross_entropy: [(real(4, 2, 8), labels(8, 4, 2)), (real(4, 8), whole(8, 4), 3)],
     ops.cross_entropy: [
         (real(4, 2, 8), labels(8, 4, 2)),
         (real(4, 8), labels(8, 4), -100, 0.1),
