@@ -17,16 +17,22 @@ Index = tuple[Any, ...]
 Join = Callable[[list[Tensor], Sequence[Any]], Tensor | None]
 
 
-def sample_index(index: Any, of_samples: Sequence[bool]) -> tuple[int, int, Index] | None:
+def sample_index(index: Any, of_samples: Sequence[bool], slices: bool = False) -> tuple[int, int, Index] | None:
     """Return the dim that a single number indexes, the number, and the index with it left open.
 
     None unless that is a dim of samples, and all dims before it are whole. `of_samples`: for each dim of the tensor.
+    With `slices`, `i : i + 1` is taken for the number i, and leaves a slice of this length.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     for dim, part in enumerate(parts):
-        if isinstance(part, int) and not isinstance(part, bool) and dim < len(of_samples) and of_samples[dim]:
+        counts = dim < len(of_samples) and of_samples[dim]
+        if counts and isinstance(part, int) and not isinstance(part, bool):
             return dim, part, (*parts[:dim], slice(None), *parts[dim + 1 :])
-        if not (isinstance(part, slice) and part == slice(None)):
+        if not isinstance(part, slice):
+            return None
+        if counts and slices and part.step is None and isinstance(part.start, int) and isinstance(part.stop, int):
+            return dim, part.start, (*parts[:dim], slice(part.stop - part.start), *parts[dim + 1 :])
+        if part != slice(None):
             return None
     return None
 

@@ -172,7 +172,7 @@ class SampleLoops(TracedReads):
 
     def _number(self, made: Any, func: Any, *given: Any) -> None:
         """Give the tensors that a call made the numbers of their computation."""
-        new = [x for x in _tensors(made) if x not in self.makers and (x.ndim or x not in self.recipes)]
+        new = [x for x in _tensors(made) if x not in self.makers and (x.ndim or not self._is_read(x))]
         if new:
             leaves, spec = pytree.tree_flatten(given)
             text = tuple(self._maker(x) if isinstance(x, Tensor) else str(x) for x in leaves)
@@ -181,11 +181,13 @@ class SampleLoops(TracedReads):
 
     def _maker(self, x: Tensor) -> int:
         if x not in self.makers:
-            known = x in self.recipes and self.recipes[x].of_inputs and not x.ndim
-            key = (str(self.computed(self.recipes[x])), x.dtype) if known else object()
+            key = (str(self.computed(self.recipes[x])), x.dtype) if not x.ndim and self._is_read(x) else object()
             self.makers[x] = self.numbers.setdefault(key, len(self.numbers))
         found: int = self.makers[x]
         return found
+
+    def _is_read(self, x: Tensor) -> bool:
+        return x in self.recipes and self.recipes[x].of_inputs
 
     def of_samples(self, size: Any) -> bool:
         """Return whether a size depends on the number of samples."""
@@ -203,15 +205,13 @@ class SampleLoops(TracedReads):
 
     def _apart(self, name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the pieces of a tensor along the dim of its samples, None if it is another dim."""
-        rest = list(args)
-        one = name not in _SPLITS
+        rest, one = list(args), name not in _SPLITS
         by = 1 if one else kwargs.get("split_size_or_sections", kwargs.get("split_size"))
         by = rest.pop(0) if by is None else by
         dim = kwargs.get("dim", rest[0] if rest else 0)
         if not isinstance(x, Tensor) or not x.ndim or not self.of_samples(x.shape[dim]):
             return None
-        length = _hint(x.shape[dim])
-        by = self._numbers_in(by)
+        length, by = _hint(x.shape[dim]), self._numbers_in(by)
         lengths = [int(n) for n in by] if isinstance(by, (list, tuple)) else [int(by)] * (length // int(by))
         if sum(lengths) != length or len(lengths) % self.known.samples:
             return None
@@ -247,7 +247,7 @@ class SampleLoops(TracedReads):
 
     def _row(self, name: str, x: Tensor, index: Any, value: Any = None) -> tuple[Any] | None:
         """Read or write one sample's row; None if that is not what the call does, or x is known."""
-        at = sample_index(index, [self.of_samples(size) for size in x.shape])
+        at = sample_index(index, [self.of_samples(size) for size in x.shape], name == "__getitem__")
         known = x in self.recipes and (name == "__getitem__" or not isinstance(value, Tensor) or value in self.recipes)
         if at is None or known:
             return None

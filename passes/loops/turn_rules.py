@@ -32,7 +32,7 @@ _DIMS: Mapping[str, tuple[int, ...]] = {  # op -> its arguments that are dims
     **dict.fromkeys(("sum", "mean", "amax", "amin", "flip", "permute", "all", "any"), (1,)),
     **dict.fromkeys(("chunk", "split", "split_with_sizes", "roll"), (2,)),
     **dict.fromkeys(("unbind", "cat", "stack"), (1,)),
-    **dict.fromkeys(("sort", "argsort"), (1,)),
+    **dict.fromkeys(("sort", "argsort", "logsumexp"), (1,)),
     "slice_scatter": (2,),
     "transpose": (1, 2),
     "unsqueeze": (1,),

@@ -16,7 +16,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import info, is_getitem, op_name, operands, plain, source_line, substitute, write_op
@@ -37,6 +37,7 @@ def write_joined_pieces(graph: fx.Graph, traced: Traced) -> None:
     Raises UnsupportedOp for turns that are joined and not alike. Sums of such stay as they are.
     """
     if traced.loops:
+        _share_constants(graph, traced)
         _write_sums(graph, traced.example[BATCH])
     for node in list(graph.nodes):
         if node.target is not JOIN:
@@ -55,6 +56,20 @@ def write_joined_pieces(graph: fx.Graph, traced: Traced) -> None:
                 except UnlikeTurnsError:
                     raise _refusal(node, error) from None
         node.replace_all_uses_with(made)
+
+
+def _share_constants(graph: fx.Graph, traced: Traced) -> None:
+    """Let all turns read the constant of the first, where each has an equal one of its own."""
+    seen: list[tuple[fx.Node, Tensor]] = []
+    for node in graph.nodes:
+        if node.op != "placeholder" or node.name not in traced.constants.keys() - traced.buffers.keys():
+            continue
+        value = traced.constants[node.name]
+        alike = (n for n, x in seen if x.dtype == value.dtype and x.shape == value.shape and torch.equal(x, value))
+        if (first := next(alike, None)) is not None:
+            node.replace_all_uses_with(first)
+        else:
+            seen.append((node, value))
 
 
 def _write_sums(graph: fx.Graph, samples: int) -> None:

@@ -60,7 +60,18 @@ def sorted_errors(z: Tensor, y: Tensor) -> Tensor:
     return loss / z.size(0)
 
 
-LOOPS = [by_number, by_pairs, two_terms, joined, sorted_errors]
+def slices(z: Tensor, y: Tensor) -> Tensor:
+    losses = [F.cross_entropy(z[i : i + 1], y[i : i + 1]) for i in range(z.size(0))]
+    return sum(losses) / len(losses)  # type: ignore[return-value]
+
+
+def own_constants(z: Tensor, y: Tensor) -> Tensor:
+    """Make an equal constant in every turn."""
+    hidden = torch.tensor([False, True, False])
+    return torch.stack([torch.where(hidden, a, torch.tensor(-3.0, dtype=z.dtype)).logsumexp(0) for a in z]).mean()
+
+
+LOOPS = [slices, own_constants, by_number, by_pairs, two_terms, joined, sorted_errors]
 
 
 class Classifier(nn.Module):

@@ -61,7 +61,7 @@ class Windows(nn.Module):
         windows = self.layer(x.view(x.size(0) * 3, 2, 4))
         count = int(windows.shape[0] / self.of)
         assert isinstance(int("6"), int) and not isinstance(count, float)
-        return windows.view(count, 6, 4).square().mean()
+        return self.layer(windows.view(count, 6, 4)).square().mean()
 
 
 def test_a_whole_quotient_of_sizes_stays_a_size() -> None:
