@@ -79,9 +79,7 @@ def _inline(
     inner_root = getattr(root, str(body.target))
     sub = inner_root.graph
     within = {inner.name for inner, given in zip(sub.nodes, args, strict=False) if _is_buffer(given, buffers)}
-    inline_regions(
-        sub, inner_root, within
-    )  # regions within it are named as its own, which the root may have given to others
+    inline_regions(sub, inner_root, within)  # regions in it are named as its own, which the root may have given others
     inputs = iter(args)
     copied: dict[fx.Node, fx.Node] = {}
     unchanged: dict[fx.Node, fx.Node] = {}  # inputs, and what is returned as it is

@@ -96,13 +96,6 @@ def _refused(node: fx.Node, use: str) -> UnsupportedOp:
     )
 
 
-def _undetached(buffer: Any) -> Any:
-    """Return a buffer that a no-grad region reads, which is detached there and written to all the same."""
-    while buffer is not None and buffer.target is aten.detach.default:
-        buffer = buffer.args[0]
-    return buffer
-
-
 def _named(name: str, node: fx.Node) -> fx.Node:
     node.meta[NAMED] = name
     return node
@@ -118,8 +111,7 @@ class _Norm:
     masks: frozenset[fx.Node]  # of the layers that alone read it
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = dict(zip(_NAMES, self.node.args, strict=False))
-        self.given: Mapping[str, Any] = given | {name: _undetached(given[name]) for name in _RUNNING}
+        self.given: Mapping[str, Any] = dict(zip(_NAMES, self.node.args, strict=False))
         self.x = self.given["input"]
         self.moved: dict[str, fx.Node] = {}  # buffer -> its new value
         shape = info(self.x).shape

@@ -18,6 +18,7 @@ from autoptd.passes.custom_grad.hooks import ForwardHooks, keeping
 from autoptd.passes.kept.python_values import KEEPERS, Holder, Name, copied, frozen, holders, label, refill, values_of
 from autoptd.passes.random.skipped_layers import equal_programs
 from autoptd.passes.trace.loss import Loss
+from autoptd.passes.trace.trace_errors import refuse_caught_errors
 
 
 @contextmanager
@@ -207,6 +208,8 @@ def _traced(
 
     hook = root.register_forward_hook(end)
     try:
-        return trace(), seen[-1]
+        with refuse_caught_errors():
+            program = trace()
+        return program, seen[-1]
     finally:
         hook.remove()

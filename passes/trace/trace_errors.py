@@ -6,26 +6,67 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import sympy
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.rnn import PackedSequence
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
 from autoptd.passes.normalise.functionalize import KEEP_STATE
 from autoptd.passes.trace.loss import Loss
 
+_OF_TRACES = (AutoptdError, DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
 
 def placed(error: AutoptdError) -> AutoptdError:
     """Return the error with the user's line added if it has no location."""
     return error if error.where else type(error)(error.what, where=user_line(error), fix=error.fix)
+
+
+@contextmanager
+def refuse_caught_errors() -> Iterator[None]:
+    """Wrap a trace. Raises UnsupportedOp if the user's code caught an error that only a trace raises: it went on in
+    another way than it does with data."""
+    raised: list[BaseException] = []
+
+    def recording(init: Callable[..., None]) -> Callable[..., None]:
+        def made(self: BaseException, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            raised.append(self)
+
+        return made
+
+    def numpy(self: Tensor, **kwargs: Any) -> Any:
+        if isinstance(self, FakeTensor):
+            raise UnsupportedOp(NUMBER_READ, fix=KEEP_TENSORS)
+        return to_numpy(self, **kwargs)
+
+    to_numpy = Tensor.numpy
+    with ExitStack() as patches:
+        for kind in _OF_TRACES:
+            patches.enter_context(patch.object(kind, "__init__", recording(kind.__init__)))
+        patches.enter_context(patch.object(Tensor, "numpy", numpy))
+        yield
+    for error in raised:
+        caught = error.__traceback__  # its first frame is the one that caught it
+        if caught is not None and not is_foreign(caught.tb_frame.f_code.co_filename):
+            what = str(error).strip().splitlines()[0]
+            raise UnsupportedOp(
+                f"forward catches an error that only the trace raises, and goes on without: {what}",
+                where=user_line(error),
+                fix="do not read data in forward, or not within try",
+            )
 
 
 @contextmanager
