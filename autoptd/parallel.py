@@ -24,6 +24,7 @@ from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.custom_grad.ops import described
+from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import check_same_program
 from autoptd.runtime.comm.interfaces import Communicators, Watcher
@@ -71,7 +72,7 @@ class Parallel:
         self.plan = plan
         self._weights = weights
         self.program = program
-        self._source = source
+        self._source, self._planned = source, PlannedModel(source.model, source.objective.loss)
         self._optimizer = optimizer
         self._optimizer_options = optimizer_options
         self._groups = groups
@@ -156,6 +157,7 @@ class Parallel:
             clip_norm=self._clip_norm,
             groups=self._groups,
             non_finite=self._non_finite,
+            check=self._planned.check,
             **self._optimizer_options,
         )
         self._trainer.load_parameters(self.initial_values(held) if values is None else values)

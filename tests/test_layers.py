@@ -32,7 +32,7 @@ plans.model
 runtime codegen search
 plans export profile
 compile checkpoint
-explain out_of_memory doctor
+explain out_of_memory planned_model doctor
 parallel
 arguments
 api

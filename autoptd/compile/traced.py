@@ -15,11 +15,12 @@ from autoptd.errors import InputsError, PlanError, nearest
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
 from autoptd.passes.fold import Folded, fold, graph_hash
+from autoptd.passes.graph import info
 from autoptd.passes.loops.same_program import refuse_other_program
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
 from autoptd.passes.trace.trace import SAMPLES, trace
-from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE
+from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE, Traced
 from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, refuse_unsuitable, unwrap
 from autoptd.progress import Progress
 from autoptd.search.sharding.cache import ShardingCache
@@ -132,6 +133,7 @@ def read_model(
     # ops are tried on small tensors on the CPU, whatever the caller's default device
     with torch.device("cpu"), progress.stage("normalise and fold the graph"):
         folded = fold(normalise(traced))
+        _refuse_inputs_without_samples(traced)
         digest = graph_hash(traced)
         if traced.loops:
             refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
@@ -140,6 +142,22 @@ def read_model(
     if seq is not None and SEQUENCE in sizes:
         sizes[SEQUENCE] = seq
     return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, (*notes, *traced.notes))
+
+
+def _refuse_inputs_without_samples(traced: Traced) -> None:
+    """Raise InputsError for an input whose dim 0 does not count samples: a training step cannot split it."""
+    for node in traced.graph.graph.nodes:
+        if node.op == "placeholder" and node.name in traced.inputs:
+            shape = info(node).shape
+            if not shape or shape[0] != BATCH:
+                name = traced.inputs[node.name]
+                what = f"has shape [{', '.join(map(str, shape))}]" if shape else "is a single number"
+                raise InputsError(
+                    f"input {name!r} {what}, without a dim of samples: it cannot be cut into microbatches",
+                    where=f"inputs: {name}",
+                    fix=f"give a value for each sample, such as {name}=torch.full((samples,), 0.3) and ({name} * "
+                    f"loss_of_samples).mean(); or make {name} a buffer or parameter of the model",
+                )
 
 
 def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:

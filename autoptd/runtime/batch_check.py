@@ -13,7 +13,7 @@ digest has 20 bits, weights are below n²/2 for the n ranks of a share, and floa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,10 +50,16 @@ class Agreement:
         self._fault: InputsError | None = None
         self._digest = torch.zeros((), dtype=torch.float64)
 
-    def take(self, batch: Mapping[str, Any], microbatches: int | None) -> list[Microbatch]:
-        """Return this rank's microbatches, or a substitute's. In a world of one rank, raises InputsError at once."""
+    def take(
+        self, batch: Mapping[str, Any], microbatches: int | None, check: Callable[[], None] = lambda: None
+    ) -> list[Microbatch]:
+        """Return this rank's microbatches, or a substitute's. In a world of one rank, raises InputsError at once.
+
+        check: raises InputsError for what else is wrong on this rank.
+        """
         self._fault = None
         try:
+            check()
             flat = self._layout.nest.flat(batch)
             check_written(flat, self._layout.specs)
             batch = by_sample(flat, self._layout.specs)

@@ -60,6 +60,7 @@ class Trainer:
         clip_norm: float | None = None,
         groups: Sequence[ParameterGroup] = (),
         non_finite: str = "raise",
+        check: Callable[[], None] = lambda: None,
         **optimizer_kwargs: Any,
     ) -> None:
         self.finite = Finite(non_finite, LossScale() if layout.dtype == torch.float16 else None)
@@ -86,7 +87,7 @@ class Trainer:
         self._actions = lists[communicators.stage]
         self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
         self._used: set[str] = set()
-        self._inputs = Agreement(layout, communicators)
+        self._inputs, self._check = Agreement(layout, communicators), check
         self._agreed: list[float] = []  # sums of `_inputs.row()` over all ranks in the last step
 
     @property
@@ -118,7 +119,7 @@ class Trainer:
         raise InputsError and no parameter changes.
         """
         self._check_loaded()
-        microbatches = self._inputs.take(batch, self.layout.microbatches)
+        microbatches = self._inputs.take(batch, self.layout.microbatches, self._check)
         self._dropout.active = True
         self._use_running(False)
         self._dropout.share = self._share_starts(sum(map(sample_count, microbatches)))

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from autoptd.compile.traced import TracedModel
-from autoptd.errors import InputsError
-from autoptd.passes.graph import info
 from autoptd.passes.trace.traced import BATCH
 from autoptd.verification.domains import Domain, domains_of
 
@@ -43,22 +41,6 @@ class InputMaker:
 
     text: str
     make: Callable[[torch.Generator], Tensor]
-
-
-def refuse_inputs_without_samples(source: TracedModel) -> None:
-    """Raise InputsError for an input whose dim 0 does not count samples: a training step cannot split it."""
-    traced = source.folded.traced
-    for node in traced.graph.graph.nodes:
-        if node.op == "placeholder" and node.name in traced.inputs:
-            shape = info(node).shape
-            if not shape or shape[0] != BATCH:
-                name = traced.inputs[node.name]
-                what = f"has shape [{', '.join(map(str, shape))}]" if shape else "is a single number"
-                raise InputsError(
-                    f"input {name!r} {what}, without a dim of samples: it cannot be cut into microbatches",
-                    where=f"inputs: {name}",
-                    fix=f"give a value for each sample, or make {name} a buffer or parameter of the model",
-                )
 
 
 def try_batches(

@@ -34,7 +34,6 @@ from autoptd.progress import Progress, Silent
 from autoptd.runtime.initialise import values_for
 from autoptd.verification.copies import carry_parameter_hooks, carry_settings, copied
 from autoptd.verification.domains import inputs_of
-from autoptd.verification.inputs import refuse_inputs_without_samples
 from autoptd.verification.smaller.carry import carry
 from autoptd.verification.smaller.depth import KeptSegments, drop_layers, keep_segments
 from autoptd.verification.smaller.widths import Ranks, congruent, narrow, same_divisors, wider
@@ -69,7 +68,7 @@ def subject_of(
 
     model: the planned one; it may be on meta. inputs, loss, targets: as for `autoptd.plan`. full: keep all layers and
     microbatches. Raises PlanFileError for a plan of another model, PlanError for a model that cannot be made small
-    enough, InputsError for an input without a dim of samples.
+    enough.
     """
     progress = progress or Silent()
     plan.check_runnable()
@@ -84,7 +83,6 @@ def subject_of(
             progress=Silent(),
             loss_averaging=plan.loss_averaging,
         )
-    refuse_inputs_without_samples(planned)
     sharding = read_sharding(planned, plan)
     every = KeptSegments(tuple(range(len(planned.folded.segments))), {})
     kept = every if full else keep_segments(planned.folded, plan)
