@@ -52,6 +52,6 @@ def _changed(name: str, planned: object, now: object) -> InputsError:
         f"{name} of the model was {planned!r} when it was planned and is {now!r} now; the program would go on with "
         f"{planned!r}",
         where=name,
-        fix="pass what changes in many steps as an input of forward, one number per sample, or count it in a buffer; call "
+        fix="pass what changes in many steps as an input of forward, a number per sample, or count in a buffer; call "
         "parallelize again for what changes once; in eval_step the program is in evaluation mode by itself",
     )

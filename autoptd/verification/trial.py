@@ -86,8 +86,8 @@ class Trial:
                 "the plan and the plain model differ, but the plain model differs from itself as well: trained again "
                 f"from weights that differ by rounding, its loss or its gradient is off by {off:.1g}",
                 where=type(self.subject.source.model).__name__,
-                fix="let forward depend on its inputs, parameters and buffers only: no clock, no file, no random number "
-                "but torch's; or choose weights at which rounding decides less (ties, thresholds, overflow)",
+                fix="let forward depend on its inputs, parameters and buffers: no clock, no file, no random numbers "
+                "other than torch's; or choose weights at which rounding decides less (ties, thresholds, overflow)",
             )
         return steps
 

@@ -22,7 +22,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ def _replace(node: fx.Node, norm: _Norm) -> None:
     """Replace a norm by what it computes, and its running statistics by what they become."""
     result, moved = norm.write(), norm.moved
     if node.target is _NORM:
+        _move_reads(node, moved)
         node.replace_all_uses_with(result)
         output_of(norm.graph).kwargs = {**output_of(norm.graph).kwargs, **moved}
     else:  # has the new statistics as results, and so are its buffers' already
@@ -86,6 +87,16 @@ def _replace(node: fx.Node, norm: _Norm) -> None:
             user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]
             norm.graph.erase_node(user)
     norm.graph.erase_node(node)
+
+
+def _move_reads(norm: fx.Node, moved: Mapping[str, fx.Node]) -> None:
+    """Let what is computed after a norm read its new running statistics; later norms in training find them."""
+    behind = dropwhile(lambda node: node is not norm, list(norm.graph.nodes))
+    readers = [n for n in behind if n.op == "call_function" and not (n.target in _NORMS and n.args[5])]
+    for buffer in norm.graph.nodes:
+        if buffer.op == "placeholder" and buffer.name in moved:
+            for reader in readers:
+                reader.replace_input_with(buffer, moved[buffer.name])
 
 
 def _refused(node: fx.Node, use: str) -> UnsupportedOp:

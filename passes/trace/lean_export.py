@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
+from torch._subclasses import fake_tensor
 from torch.export import _trace
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -60,7 +61,7 @@ def _user_frame(env: ShapeEnv, torchs: Callable[[ShapeEnv], FrameType | None] = 
 def silent_export() -> Iterator[None]:
     """Suppress what `torch.export._trace` prints and logs about a failure, a warning of its copies, and that forward
     assigned tensors to attributes (`left_tensors.py`)."""
-    logs: list[logging.Logger] = [_trace.log, logging.getLogger(_SYMBOLIC_SHAPES)]
+    logs: list[logging.Logger] = [_trace.log, logging.getLogger(_SYMBOLIC_SHAPES), fake_tensor.log]
     were_off = [log.disabled for log in logs]
     vars(_trace)["print"] = lambda *args, **kwargs: None  # shadows the builtin
     for log in logs:

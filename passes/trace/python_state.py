@@ -151,9 +151,9 @@ class _Values:
 
 
 @contextmanager
-def write_assigned_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
-    """Wrap a trace of `root`, which wraps `model`: at the end of forward, write the tensors that it assigned to buffers
-    into these. torch.export does so for the root's own buffers alone.
+def write_assigned_buffers(root: nn.Module) -> Iterator[None]:
+    """Wrap a trace of `root`, which wraps the model, and a loss that is a module: at the end of forward, write the
+    tensors that it assigned to buffers into these. torch.export does so for the root's own buffers alone.
 
     Raises UnsupportedOp for a tensor of another shape or dtype, or one whose memory is also that of other state. The
     tensors are those that a trace puts in their place, so they are compared at the two ends of forward.
@@ -161,12 +161,13 @@ def write_assigned_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
     before: dict[str, Tensor] = {}
 
     def end(*_: object) -> None:
-        after = dict(model.named_buffers(remove_duplicate=False))
-        for name, x in after.items():
-            if name not in before or x is before[name]:
+        after = dict(root.named_buffers(remove_duplicate=False))
+        for path, x in after.items():
+            if path not in before or x is before[path]:
                 continue
-            old, held = before[name], {**before, **after, **dict(model.named_parameters())}
-            others = [other for other, y in held.items() if other != name and shares_memory(x, y)]
+            name = path.removeprefix("model.")
+            old, held = before[path], {**before, **after, **dict(root.named_parameters())}
+            others = [y.removeprefix("model.") for y, t in held.items() if y != path and shares_memory(x, t)]
             if others or x.shape != old.shape or x.dtype != old.dtype:
                 what = f"that is also {others[0]}" if others else f"of {x.dtype} {list(x.shape)}"
                 raise UnsupportedOp(
@@ -174,11 +175,11 @@ def write_assigned_buffers(model: nn.Module, root: nn.Module) -> Iterator[None]:
                     where=name,
                     fix=f"assign a new tensor of its shape and dtype, or write into it: self.{name}.copy_(…)",
                 )
-            owner, leaf = name.rpartition(".")[::2]
-            model.get_submodule(owner)._buffers[leaf] = old.copy_(x)
+            owner, leaf = path.rpartition(".")[::2]
+            root.get_submodule(owner)._buffers[leaf] = old.copy_(x)
 
     hooks = [
-        root.register_forward_pre_hook(lambda *_: before.update(model.named_buffers(remove_duplicate=False))),
+        root.register_forward_pre_hook(lambda *_: before.update(root.named_buffers(remove_duplicate=False))),
         root.register_forward_hook(end),
     ]
     try:

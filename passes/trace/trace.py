@@ -348,7 +348,7 @@ class _Exporter:
                 symbolic_len(model, self.objective.loss, self.ints, self.ints or self.known is not None),
                 written_to_trace(self.model),
                 hooks.running(),
-                write_assigned_buffers(model, root),
+                write_assigned_buffers(root),
             ):
                 return refuse_changes(model, root, hooks, traced)
         except AutoptdError as error:

@@ -83,6 +83,19 @@ class OfTarget(nn.Module):
         return -F.cosine_similarity(mine, one).mean() - (F.cosine_similarity(mine, two) * (label + 1)).mean()
 
 
+class ReadAfter(nn.Module):
+    """A net whose loss reads the running variance that a norm has just updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        before = self.norm.running_var.clone()
+        loss = F.cross_entropy(self.head(self.norm(self.first(x))), label)
+        return loss + (self.first.bias - self.norm.running_var + before / 2).square().sum()
+
+
 class Attends(nn.Module):
     """Attention and an MLP, each followed by a norm over samples and tokens."""
 
@@ -182,6 +195,7 @@ def _of_tokens(kind: type[nn.Module]) -> Case:
 NORMED: Mapping[str, Callable[[], Case]] = {
     "normed_residual": lambda: _labelled(ResNet, "image", 3, 6, 10),
     "normed_target": lambda: _labelled(OfTarget, "x", 16),
+    "normed_read_after": lambda: _labelled(ReadAfter, "x", 16),
     "normed_mlp": lambda: _labelled(Mlp, "x", 16),
     "normed_tokens": lambda: _of_tokens(Tokens),
     "normed_by_hand": lambda: _of_tokens(Standardised),

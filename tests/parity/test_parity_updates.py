@@ -316,3 +316,37 @@ def test_an_updating_module_in_two_places_is_refused() -> None:
     with pytest.raises(AutoptdError, match=says) as caught:
         autoptd.trace(model, inputs={"input": torch.randn(4, WIDTH)}, loss=lambda out: out.square().mean())
     assert "a module of its own" in caught.value.fix
+
+
+class ReadsNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.layer(x)) + self.norm.running_mean).square().mean()
+
+
+def test_samples_that_read_running_statistics_behind_their_norm_are_refused() -> None:
+    says = "forward reads the buffer norm.running_mean after updating it from the samples of the batch"
+    with pytest.raises(AutoptdError, match=says):
+        autoptd.trace(ReadsNorm().double(), inputs={"x": torch.randn(4, WIDTH).double()}, precision="fp64")
+
+
+class Centred(nn.Module):
+    """A loss with a buffer that it assigns to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, out: Tensor) -> Tensor:
+        loss = (out - self.centre).square().mean()
+        self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0)
+        return loss
+
+
+def test_a_loss_that_assigns_to_its_buffer_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH)).double(), torch.randn(4, WIDTH).double()
+    with pytest.raises(AutoptdError, match="the loss writes to a buffer of its own"):
+        autoptd.trace(model, inputs={"input": x}, loss=Centred().double(), precision="fp64")
