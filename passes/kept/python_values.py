@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-Name = tuple[str, str]  # path of a module, or what another holder is called; and of what it holds
+Name = tuple[str, str]  # path of a module, or what another holder is called, # and its id; and of what it holds
 
 KEEPERS = (Tensor, list, dict, deque, functools._lru_cache_wrapper, type(None))  # may be, hold or become a tensor
 
@@ -81,19 +81,18 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
         put, drop = (functools.partial(f, cls) for f in (setattr, delattr))
         yield Holder(f"class {cls.__module__}.{cls.__qualname__}", vars(cls), put, drop)
         _find_code(list(vars(cls).values()), code)
-    number = Counter[str]()
-    for value in code.values():
-        is_function = isinstance(value, types.FunctionType)
-        name = f"function {value.__qualname__}" if is_function else f"object {type(value).__qualname__}"
-        number[name] += 1
-        name += f", number {number[name]}" if number[name] > 1 else ""
-        yield _of_function(value, name) if is_function else _of_object(value, name)
+    for key, value in code.items():
+        if isinstance(value, types.FunctionType):
+            yield _of_function(value, f"function {value.__qualname__}#{key}")
+        else:
+            put, drop = (functools.partial(f, value) for f in (setattr, delattr))
+            yield Holder(f"object {type(value).__qualname__}#{key}", _fields(value), put, drop)
 
 
 def label(name: Name) -> str:
     """Return how an error names a value."""
-    holder, key = name
-    return f"{key} of {holder}" if " " in holder else ".".join(filter(None, name))
+    holder, key = name[0].partition("#")[0], name[1]
+    return f"{key} of {holder}" if " " in holder else ".".join(filter(None, (holder, key)))
 
 
 def values_of(held: Holder) -> Iterator[tuple[Name, object]]:
@@ -112,7 +111,7 @@ def frozen(value: object, known: dict[int, object]) -> object:
     if isinstance(value, bool | int | float | complex | str):
         return value if value == value else "nan"
     if isinstance(value, types.FunctionType | types.MethodType):
-        return value.__code__  # type: ignore[union-attr]
+        return getattr(value, "__code__", None)
     if isinstance(value, type):
         return value
     if isinstance(value, nn.Module):
@@ -156,8 +155,12 @@ def _state_of(value: object) -> object:
             return value.get_state().numpy().tobytes()
     if isinstance(value, _ITERATORS):
         return repr(value)
-    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
-        return repr(getattr(value, "bit_generator", value).state) if hasattr(value, "bit_generator") else None
+    if isinstance(value, types.GeneratorType):
+        return repr(value.gi_frame and sorted(value.gi_frame.f_locals.items()))
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return repr(value.get_state(legacy=False))
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         return value.tobytes() if value.size <= _MOST and value.dtype != object else None
     return None
@@ -234,11 +237,6 @@ def _is_set(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _of_object(value: Any, name: str) -> Holder:
-    put, drop = (functools.partial(f, value) for f in (setattr, delattr))
-    return Holder(name, _fields(value), put, drop)
 
 
 def _of_function(function: types.FunctionType, name: str) -> Holder:

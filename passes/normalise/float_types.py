@@ -62,4 +62,7 @@ def _fix(node: fx.Node, traced: Traced, computed: set[torch.dtype]) -> str:
                 f"pass {name!r} as {types}, the parameters' dtype under precision=, here and in every batch; or "
                 f"cast it in forward; or choose precision= to suit {info(n).dtype}"
             )
-    return f"cast one of them; precision= converts parameters to {types}, but not buffers and constants"
+    return (
+        f"cast one of them (.to(x.dtype)): precision= converts parameters to {types}, but no buffers and constants; or "
+        "plan in the type that the model is written for, such as precision='fp32'"
+    )

@@ -90,6 +90,12 @@ KEEP_TENSORS = (
     "keep it a tensor: x / x.max(), not x / float(x.max()); no .item(), .tolist(), int() or float(). "
     "If it is a size, " + _FIXED_SHAPES
 )
+_MIXED_TYPES = "expected scalar type|should be the same|have the same dtype|only supported for half, float"
+_ONE_TYPE = (
+    "plan in the type that the model is written for, precision='fp32'; or let forward make its tensors in the type of "
+    "what they meet (torch.ones(n, dtype=x.dtype), mask.to(x.dtype)): precision= converts parameters, and inputs that "
+    "layers take, but no buffers and constants. Autocast is not used"
+)
 _BRANCH = "a branch or a loop depends on data, which is unknown at planning time"
 _WAYS_OUT = {
     NUMBER_READ: KEEP_TENSORS,
@@ -128,7 +134,9 @@ def explain(error: Exception) -> TraceError:
     return TraceError(
         f"the model cannot be traced: {type(error).__name__}: {first[:300]}",
         where=where,
-        fix="check that model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
+        fix=_ONE_TYPE
+        if re.search(_MIXED_TYPES, first)
+        else "check that model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
     )
 
 

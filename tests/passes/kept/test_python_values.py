@@ -25,7 +25,7 @@ STEPS = [0]
 COUNT = itertools.count(1)
 STATE = types.SimpleNamespace(step=0)
 DRAWS = np.random.default_rng(0)
-GENERATOR = torch.Generator()
+OLD_DRAWS = np.random.RandomState(0)
 MEMORY: Tensor | None = None
 MASKS: dict[int, Tensor] = {}
 FEATURES: list[Tensor] = []
@@ -81,6 +81,24 @@ def of_namespace(x: Tensor) -> float:
 
 def of_generator(x: Tensor) -> float:
     return float(DRAWS.uniform(0.5, 1))
+
+
+def numbers() -> Iterator[float]:
+    n = 0
+    while True:
+        n += 1
+        yield 1 / n
+
+
+NUMBERS = numbers()
+
+
+def of_python_generator(x: Tensor) -> float:
+    return next(NUMBERS)
+
+
+def of_random_state(x: Tensor) -> float:
+    return float(OLD_DRAWS.uniform(0.5, 1))
 
 
 def of_default(x: Tensor, counts: list[int] = [0]) -> float:  # noqa: B006
@@ -155,6 +173,8 @@ class OfEnvironment(Scaled):
         pytest.param(lambda: Scaled(of_iterator), "COUNT of file", id="iterator"),
         pytest.param(lambda: Scaled(of_namespace), "step of object SimpleNamespace", id="namespace"),
         pytest.param(lambda: Scaled(of_generator), "DRAWS of file", id="NumPy's generator"),
+        pytest.param(lambda: Scaled(of_random_state), "OLD_DRAWS of file", id="NumPy's old generator"),
+        pytest.param(lambda: Scaled(of_python_generator), "NUMBERS of file", id="generator"),
         pytest.param(lambda: Scaled(of_default), "counts of function of_default", id="default argument"),
         pytest.param(lambda: Scaled(closure()), "step of function closure.<locals>.count", id="closure"),
         pytest.param(lambda: Scaled(functools.partial(of_default, counts=[0])), "scale", id="partial"),
