@@ -33,7 +33,10 @@ from autoptd.verification.call_numbers import CallNumbers, MoreDraws
 from autoptd.verification.keyed_draws import Draw, DrawsOfProgram
 from autoptd.verification.selected_rows import SelectedRows
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDE = {  # type -> the one that it is verified in
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    torch.complex64: torch.complex128,
+}
 _NARROW = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _LITERALS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
@@ -204,10 +207,10 @@ def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 def as_float64(value: Any) -> Any:
     """Return arguments with float64 in place of narrower float types and of tensors of such types."""
-    if isinstance(value, torch.dtype) and value in TYPES:
-        return torch.float64
+    if isinstance(value, torch.dtype) and value in WIDE:
+        return WIDE[value]
     if isinstance(value, Tensor):
-        return value.double() if value.dtype in TYPES and not isinstance(value, nn.Parameter) else value
+        return value.to(WIDE[value.dtype]) if value.dtype in WIDE and not isinstance(value, nn.Parameter) else value
     if type(value) in (tuple, list):
         return type(value)(map(as_float64, value))
     return {k: as_float64(v) for k, v in value.items()} if isinstance(value, dict) else value

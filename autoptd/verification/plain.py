@@ -31,7 +31,7 @@ from autoptd.passes.trace.skeleton import settle
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime.optimizers.groups import choose
 from autoptd.verification.copies import copied
-from autoptd.verification.keyed import TYPES, Draw, Keyed
+from autoptd.verification.keyed import WIDE, Draw, Keyed
 
 aten = torch.ops.aten
 Batch = Mapping[str, Tensor]
@@ -91,11 +91,12 @@ def _samples(node: fx.Node, sizes: Mapping[Any, int]) -> SamplePosition:
 
 def widened(program: Program) -> Program:
     """Return an emitted program with every float type replaced by float64; string literals are not changed."""
-    wide = {name: replace_code(_WORDS, lambda _: "torch.float64", text) for name, text in program.files.items()}
+    wide = {name: replace_code(_WORDS, lambda m: _WIDER[m[0]], text) for name, text in program.files.items()}
     return replace(program, files=wide)
 
 
-_WORDS = re.compile("|".join(rf"(?<![\w.]){re.escape(str(dtype))}\b" for dtype in TYPES))
+_WIDER = {str(dtype): str(wide) for dtype, wide in WIDE.items()}
+_WORDS = re.compile("|".join(rf"(?<![\w.]){re.escape(str(dtype))}\b" for dtype in WIDE))
 
 
 class NoReference(ArithmeticError):

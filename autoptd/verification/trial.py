@@ -18,7 +18,7 @@ from autoptd.layout.layout import Layout
 from autoptd.progress import Progress, Silent
 from autoptd.verification.call_numbers import MoreDraws
 from autoptd.verification.inputs import USER_ERRORS, Batch, try_batches
-from autoptd.verification.keyed import TYPES, Draw, float64_by_default
+from autoptd.verification.keyed import WIDE, Draw, float64_by_default
 from autoptd.verification.plain import NoReference, PlainStep, draws_of, train_plain, widened
 from autoptd.verification.smaller.smaller import Subject
 
@@ -48,7 +48,7 @@ class Widened(Parallel):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in TYPES else dtype
+    return WIDE.get(dtype, dtype)
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,23 @@ class Fourier(nn.Module):
         return F.mse_loss(self.head(self.mlp(x)).mean((1, 2)), target)
 
 
+class FourierOperator(nn.Module):
+    """A field that is filtered by learned factors of its lowest frequencies, as the Fourier neural operator has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.side, self.fall = nn.Linear(1, 6), nn.Conv1d(6, 6, 1), nn.Linear(6, 1)
+        self.factors = nn.Parameter(torch.randn(6, 6, 5, 2) / 6)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        h = self.rise(x).transpose(1, 2)
+        waves = torch.fft.rfft(h)
+        kept = torch.zeros_like(waves)
+        kept[:, :, :5] = torch.einsum("bix,iox->box", waves[:, :, :5], torch.view_as_complex(self.factors))
+        h = F.gelu(torch.fft.irfft(kept, n=h.shape[-1]) + self.side(h))
+        return F.mse_loss(self.fall(h.transpose(1, 2)), target)
+
+
 OTHERS: dict[str, Callable[[], Built]] = {
     "Two towers": lambda: (Towers(), {"a": normal(WIDTH), "b": normal(WIDTH, seed=5)}),
     "Distillation": lambda: (Distilled(), {"x": normal(WIDTH), "labels": whole(CLASSES)}),
@@ -275,6 +292,7 @@ OTHERS: dict[str, Callable[[], Built]] = {
     "MLP orthogonal": wrapped(parametrizations.orthogonal),
     "MLP spectral norm": wrapped(parametrizations.spectral_norm),
     "Triplet": lambda: (Triplet(), {n: normal(WIDTH, seed=i) for i, n in enumerate("apn")}),
+    "FNO": lambda: (FourierOperator(), {"x": normal(16, 1), "target": normal(16, 1, seed=5)}),
     "FNet": lambda: (Fourier(), {"x": normal(12, WIDTH), "target": normal(seed=5)}),
 }
 

@@ -239,13 +239,29 @@ class _Group:
         self.now = {view: new}
         for inner, source, old in zip(chain, chain[1:], olds[1:], strict=False):
             if inverse := self.inverses[inner.target](inner):
-                op, rest = inverse
-                given = (new, *rest) if op in _WITHOUT_SOURCE else (old, new, *rest)
-                with self.graph.inserting_after(new):
-                    made = self.graph.call_function(op, given)
-                made.meta = {**node.meta, "val": source.meta["val"]}
-                new = made
+                new = self._put_back(node, new, old, *inverse)
             self.now[source] = new
+
+    def _put_back(self, node: fx.Node, new: fx.Node, old: fx.Node, op: Any, rest: tuple[Any, ...]) -> fx.Node:
+        """Return a source with a new value of its view; complex numbers, which scatters cannot differentiate, as pairs
+        of real ones."""
+        value = old.meta["val"]
+        if op in _WITHOUT_SOURCE:
+            return self._after(new, node, op, (new, *rest), value)
+        if not value.is_complex():
+            return self._after(new, node, op, (old, new, *rest), value)
+        pairs = [torch.view_as_real(x.meta["val"]) for x in (old, new)]
+        olds = self._after(new, node, aten.view_as_real.default, (old,), pairs[0])
+        news = self._after(olds, node, aten.view_as_real.default, (new,), pairs[1])
+        dim = rest[0] % value.ndim  # before that of the pairs
+        made = self._after(news, node, op, (olds, news, dim, *rest[1:]), pairs[0])
+        return self._after(made, node, aten.view_as_complex.default, (made,), value)
+
+    def _after(self, place: fx.Node, node: fx.Node, op: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+        with self.graph.inserting_after(place):
+            made = self.graph.call_function(op, args)
+        made.meta = {**node.meta, "val": value}
+        return made
 
 
 def _copies(view: fx.Node) -> bool:

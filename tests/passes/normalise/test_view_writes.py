@@ -60,6 +60,15 @@ def returned(self: nn.Module, h: Tensor) -> Tensor:
     return torch.cat([part, y], -1)
 
 
+def of_waves(self: nn.Module, h: Tensor) -> Tensor:
+    """Some frequencies of a Fourier transform, as neural operators filter them; one by its number."""
+    waves = torch.fft.rfft(self.second(h))
+    y = torch.zeros_like(waves)
+    y[..., :2] = waves[..., :2] * 2
+    y[:, :, -1] = waves[:, :, 1]
+    return torch.fft.irfft(y, n=WIDTH)
+
+
 def two_tensors(self: nn.Module, h: Tensor) -> Tensor:
     y, z = self.second(h), h * 2
     y[..., 0] = z[..., 0]
@@ -95,7 +104,7 @@ def turned(self: nn.Module, h: Tensor) -> Tensor:
     return y + kept + copied.permute(1, 2, 0)
 
 
-BODIES = [filled, stale_views, nested, of_itself, returned, two_tensors, other_types, in_turn, turned]
+BODIES = [filled, stale_views, nested, of_itself, returned, of_waves, two_tensors, other_types, in_turn, turned]
 
 
 @pytest.mark.parametrize("body", BODIES)
