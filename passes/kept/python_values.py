@@ -69,7 +69,7 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
         yield Holder(name, vars(module), put, drop, restored=True)
         classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _may_be_own(cls.__module__)))
         _find_code([value for key, value in vars(module).items() if key not in _OF_MODULES or value], code)
-    files = {cls.__module__ for cls in classes} | {file for file in list(sys.modules) if _is_users(file)}
+    files = {cls.__module__ for cls in classes} | {file for file in list(sys.modules) if is_users(file)}
     for file in sorted(files & sys.modules.keys() - {"__mp_main__"}):  # another name of __main__
         names = vars(sys.modules[file])
         yield Holder(f"file {file}", names, names.__setitem__, names.__delitem__)
@@ -208,7 +208,7 @@ def _fields(value: Any) -> Mapping[str, object]:
     if isinstance(value, types.FunctionType):
         return _values_of(value) if _may_be_own(value.__module__) else {}
     kind = type(value).__module__
-    if not (kind in _PLAIN or _is_users(kind)) or isinstance(value, nn.Module | Tensor | type | types.ModuleType):
+    if not (kind in _PLAIN or is_users(kind)) or isinstance(value, nn.Module | Tensor | type | types.ModuleType):
         return {}
     slots = (name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
     try:
@@ -257,7 +257,7 @@ def _may_be_own(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing", "enum")
 
 
-def _is_users(module: str) -> bool:
+def is_users(module: str) -> bool:
     """Return whether a module is the user's: a script, a notebook, or a file outside of installed libraries."""
     if module == "__main__":
         return True

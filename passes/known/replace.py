@@ -16,6 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from autoptd.passes.kept.python_values import is_users
+
 
 @contextmanager
 def replaced_functions(model: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
@@ -48,3 +50,26 @@ def casts_that_change_nothing() -> Iterator[None]:
 
     with patch.object(nn.Module, "to", checked):
         yield
+
+
+@contextmanager
+def run_as_eager() -> Iterator[None]:
+    """Tell the user's own code, which asks whether it is compiled or exported, what it is told when it just runs.
+
+    Libraries are told the truth: they compute the same in another way, which can be traced.
+    """
+    with ExitStack() as replaced:
+        for owner, name in (
+            (torch.compiler, "is_compiling"),
+            (torch.compiler, "is_exporting"),
+            (torch.jit, "is_tracing"),
+        ):
+            replaced.enter_context(patch.object(owner, name, _asked_by_users(getattr(owner, name))))
+        yield
+
+
+def _asked_by_users(ask: Callable[[], bool]) -> Callable[[], bool]:
+    def asked() -> bool:
+        return not is_users(sys._getframe(1).f_globals.get("__name__", "")) and ask()
+
+    return asked

@@ -62,3 +62,13 @@ def of_shape(h: Tensor) -> float:
 
 def test_errors_of_the_model_itself_may_be_caught() -> None:
     trace(Scaled(of_shape), {"x": torch.ones(2, 4)})
+
+
+def of_compiling(h: Tensor) -> float:
+    return 2.0 if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing() else 3.0
+
+
+def test_code_that_asks_whether_it_is_compiled_takes_the_branch_that_it_takes_when_it_runs() -> None:
+    traced = trace(Scaled(of_compiling), {"x": torch.ones(2, 4)})
+    factors = [n.args[1] for n in traced.graph.graph.nodes if n.target is torch.ops.aten.mul.Tensor]
+    assert factors == [3.0]
