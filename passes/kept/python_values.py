@@ -62,7 +62,8 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
     classes: dict[type, None] = {}
     code: dict[int, Any] = {}
     _find_code([loss], code)
-    yield Holder("the environment", os.environ, os.environ.__setitem__, os.environ.__delitem__)  # type: ignore[arg-type]
+    keep = (lambda name, value: None), (lambda name: None)  # libraries set some of it once
+    yield Holder("the environment", os.environ, *keep)
     loss_modules = loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ()
     for name, module in (*model.named_modules(), *loss_modules):
         put, drop = (functools.partial(f, module) for f in (object.__setattr__, object.__delattr__))

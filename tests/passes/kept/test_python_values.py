@@ -187,7 +187,10 @@ class OfEnvironment(Scaled):
         pytest.param(OfEnvironment, "STEP of the environment", id="environment"),
     ],
 )
-def test_a_value_that_every_pass_changes_is_refused(make: Callable[[], nn.Module], name: str) -> None:
+def test_a_value_that_every_pass_changes_is_refused(
+    make: Callable[[], nn.Module], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEP", "0")
     before = STEP, STEPS[0], Scaled.calls
     with pytest.raises(UnsupportedOp, match=f"changes {name}.*in every pass") as caught:
         trace(make(), {"x": torch.ones(2, 4)})
