@@ -5,7 +5,8 @@
     STEP                 a global of a file
     n of hook            what a function holds: a variable of the function around it, or a default argument
 
-Files are those that define the model's classes, and the user's own: installed libraries hold caches and locks.
+Files are those that define the model's classes and functions, and those of the user's that they import: installed
+libraries hold caches and locks.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
         yield Holder(name, vars(module), put, drop, restored=True)
         classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _may_be_own(cls.__module__)))
         _find_code([value for key, value in vars(module).items() if key not in _OF_MODULES or value], code)
-    files = {cls.__module__ for cls in classes} | {file for file in list(sys.modules) if is_users(file)}
-    for file in sorted(files & sys.modules.keys() - {"__mp_main__"}):  # another name of __main__
+    for file in _files_of(classes, code):
         names = vars(sys.modules[file])
         yield Holder(f"file {file}", names, names.__setitem__, names.__delitem__)
         kinds = types.FunctionType | type
@@ -88,6 +88,23 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
         else:
             put, drop = (functools.partial(f, value) for f in (setattr, delattr))
             yield Holder(f"object {type(value).__qualname__}#{key}", _fields(value), put, drop)
+
+
+def _files_of(classes: Iterable[type], code: Mapping[int, Any]) -> list[str]:
+    """Return the files of classes, functions and objects, and those of the user's that these import."""
+    found: dict[str, None] = {}
+    stack = [cls.__module__ for cls in classes]
+    stack += [x.__module__ for x in code.values() if is_users(getattr(x, "__module__", None))]
+    while stack:
+        file = stack.pop()
+        if file in found or file not in sys.modules:
+            continue
+        found[file] = None
+        for value in list(vars(sys.modules[file]).values()):
+            if isinstance(value, types.ModuleType | types.FunctionType | type):
+                other = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+                stack += [other] if other not in found and is_users(other) else []
+    return sorted(found)
 
 
 def label(name: Name) -> str:
@@ -258,10 +275,10 @@ def _may_be_own(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing", "enum")
 
 
-def is_users(module: str) -> bool:
+def is_users(module: str | None) -> bool:
     """Return whether a module is the user's: a script, a notebook, or a file outside of installed libraries."""
-    if module == "__main__":
-        return True
+    if not isinstance(module, str) or module == "__main__":
+        return module == "__main__"
     file = getattr(sys.modules.get(module), "__file__", None)
     return isinstance(file, str) and module.partition(".")[0] not in _LIBRARIES and not _is_installed(file)
 
