@@ -54,9 +54,9 @@ def casts_that_change_nothing() -> Iterator[None]:
 
 @contextmanager
 def run_as_eager() -> Iterator[None]:
-    """Tell the user's own code, which asks whether it is compiled or exported, what it is told when it just runs.
+    """Answer the user's own code that asks whether it is compiled or exported as when it just runs.
 
-    Libraries are told the truth: they compute the same in another way, which can be traced.
+    Libraries get the true answer: they compute the same in another way, which can be traced.
     """
     with ExitStack() as replaced:
         for owner, name in (

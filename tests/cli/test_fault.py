@@ -126,7 +126,7 @@ def leave():
         ("self.a(x).pow(2).mean()", 0, "verified: the plan computes what the model computes"),
         ("(self.a(x).mean() * torch.sqrt(-1 - x.pow(2)).mean())", 2, "gives nothing to compare with"),
         (
-            "self.a(x).pow(2 if torch.compiler.is_exporting() else 4).mean()",
+            "self.a(x).pow(4 if type(x) is torch.Tensor else 2).mean()",
             1,
             "NOT the same as the plain model",
         ),

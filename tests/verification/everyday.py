@@ -9,9 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 WIDTH, VOCAB, TOKENS = 8, 12, 8
 IDS, FLAGS, REAL = torch.int64, torch.bool, torch.float32
+
+
+def is_traced(x: Tensor) -> bool:
+    """Return whether a tensor of forward is one of a trace."""
+    return isinstance(x, FakeTensor)
 
 
 @dataclass(frozen=True)

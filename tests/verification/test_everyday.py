@@ -15,7 +15,7 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.verification.inputs import try_batches, uneven
 from autoptd.verification.verdict import Verdict, verify_plan
-from tests.verification.everyday import CASES, CLASSES, IDS, NUMBERS, PAIR, REAL, Case, perceptron
+from tests.verification.everyday import CASES, CLASSES, IDS, NUMBERS, PAIR, REAL, Case, is_traced, perceptron
 from tests.verification.verified import told
 
 
@@ -190,7 +190,7 @@ class Untraced(Restarted):
     """Calls dropout once more, except while it is traced."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x if torch.compiler.is_exporting() else self.drop(x), y)
+        return super().forward(x if is_traced(x) else self.drop(x), y)
 
 
 @pytest.mark.parametrize("model", [Restarted, Unread])

@@ -20,7 +20,7 @@ from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.traced import BATCH, Traced
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 from autoptd.verification.verdict import verify_plan
-from tests.verification.everyday import CLASSES, NUMBERS, PAIR, REAL, WIDTH, Case, perceptron
+from tests.verification.everyday import CLASSES, NUMBERS, PAIR, REAL, WIDTH, Case, is_traced, perceptron
 from tests.verification.test_everyday import planned, verified
 from tests.verification.verified import told
 
@@ -124,7 +124,7 @@ class Straight(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.b(torch.tanh(self.a(x)))
-        h = h.round() if torch.compiler.is_exporting() else Round.apply(h)
+        h = h.round() if is_traced(h) else Round.apply(h)
         return F.cross_entropy(self.c(h), y)
 
 
@@ -133,7 +133,7 @@ class Halved(Straight):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.b(torch.tanh(self.a(x)))
-        if h.requires_grad and not torch.compiler.is_exporting():
+        if h.requires_grad and not is_traced(h):
             h.register_hook(lambda grad: grad / 2)
         return F.cross_entropy(self.c(h), y)
 
@@ -142,7 +142,7 @@ class Changed(Straight):
     """The traced activation differs from the one that runs."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        act = torch.relu if torch.compiler.is_exporting() else torch.tanh
+        act = torch.relu if is_traced(x) else torch.tanh
         return F.cross_entropy(self.c(self.b(act(self.a(x)))), y)
 
 
@@ -186,7 +186,7 @@ class Reversed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        return y if torch.compiler.is_exporting() else Halve.apply(y)
+        return y if is_traced(y) else Halve.apply(y)
 
 
 class Halve(Round):

@@ -237,7 +237,7 @@ class Counting(Block):
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        Counting.calls += 1
+        Counting.calls = Counting.calls % 6 + 1  # of six blocks: each pass counts anew
         return super().forward(x) * Counting.calls
 
 
@@ -260,7 +260,7 @@ class Ticking(Block):
         self.clock = clock
 
     def forward(self, x: Tensor) -> Tensor:
-        self.clock.time += 1
+        self.clock.time = self.clock.time % 6 + 1  # of six blocks
         return super().forward(x) * (self.clock.time // 4)
 
 
@@ -519,9 +519,12 @@ def test_hooks_that_a_parent_installs(calls: Calls) -> None:
     class Hooking(Stack):
         def forward(self, x: Tensor) -> Tensor:
             seen: list[Tensor] = []
-            for block in self.blocks:
-                block.mlp.register_forward_hook(lambda module, args, out: seen.append(out))
-            return super().forward(x) + torch.stack(seen).square().mean()
+            hook = lambda module, args, out: seen.append(out)  # noqa: E731
+            handles = [block.mlp.register_forward_hook(hook) for block in self.blocks]
+            y = super().forward(x) + torch.stack(seen).square().mean()
+            for handle in handles:
+                handle.remove()
+            return y
 
     assert_as_in_full(Hooking([Block(i) for i in range(5)]), batch())
 
