@@ -51,15 +51,16 @@ def planned(
     loss: Callable[..., Tensor] | None = None,
     targets: Targets | None = None,
     mesh: tuple[int, int, int] = CUBE,
+    traced: int = 2,
     **options: Any,
 ) -> Parallel:
-    """Parallelize the model for this mesh; only two samples of inputs and targets are used for tracing."""
+    """Parallelize the model for this mesh; only `traced` samples of inputs and targets are used for tracing."""
     dp, tp, pp = mesh
-    some = targets[:2] if isinstance(targets, Tensor) else targets and {n: t[:2] for n, t in targets.items()}
+    some = targets[:traced] if isinstance(targets, Tensor) else targets and {n: t[:traced] for n, t in targets.items()}
     options = {"precision": "fp64", "optimizer": "sgd", "optimizer_options": OPTIONS["sgd"]} | options
     constraints = {"dp": dp, "tp": tp, "pp": pp, "micro": 2} | options.pop("fix", {})
     return autoptd.parallelize(
-        model, world=dp * tp * pp, cluster="dgx-h100", batch=16, inputs={n: t[:2] for n, t in inputs.items()},
+        model, world=dp * tp * pp, cluster="dgx-h100", batch=16, inputs={n: t[:traced] for n, t in inputs.items()},
         loss=loss, targets=some, fix=constraints, **options,
     )  # fmt: skip
 
