@@ -56,9 +56,10 @@ def _left_by(model: nn.Module, before: _Values, after: _Values, inputs: Collecti
     found: dict[Name, object] = {}
     shared: dict[int, object] = {}
     data = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
+    own = {id(p) for p in model.parameters()}  # as a recurrent layer lists them
     for name, (value, held) in after.items():
         _, old = before.get(name, (None, []))
-        new = [x for x in held if isinstance(x, Tensor) and all(x is not y for y in old)]
+        new = [x for x in held if isinstance(x, Tensor) and id(x) not in own and all(x is not y for y in old)]
         if any(_made_of(x, [*data, *(y for y in old if isinstance(y, Tensor))]) for x in new):
             found[name] = shared.setdefault(id(value), _stand_in(value))
     return found

@@ -3,7 +3,7 @@
     self.step            an attribute of a module
     Model.step           an attribute of a class
     STEP                 a global of a file
-    n of hook            what a function holds: a variable of the function around it, or a default argument
+    n of hook            what a function holds: a variable of the function around it, a default argument, an attribute
 
 Files are those that define the model's classes and functions, and those of the user's that they import: installed
 libraries hold caches and locks.
@@ -236,10 +236,10 @@ def _fields(value: Any) -> Mapping[str, object]:
 
 
 def _values_of(function: types.FunctionType) -> dict[str, object]:
-    """Return what a function holds: variables of the functions around it, and default arguments."""
+    """Return what a function holds: variables of the functions around it, default arguments, and attributes."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     around = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
-    return {**_defaults(function), **around}
+    return {**vars(function), **_defaults(function), **around}
 
 
 def _defaults(function: types.FunctionType) -> dict[str, object]:
@@ -263,10 +263,14 @@ def _of_function(function: types.FunctionType, name: str) -> Holder:
     def put(name: str, value: object) -> None:
         if name in cells:
             cells[name].cell_contents = value
+        elif name in vars(function):
+            setattr(function, name, value)
 
     def drop(name: str) -> None:
         if name in cells:
             del cells[name].cell_contents
+        else:
+            vars(function).pop(name, None)
 
     return Holder(name, _values_of(function), put, drop)
 

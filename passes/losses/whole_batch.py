@@ -47,13 +47,12 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
     sources = _Sources.of(graph, traced)
     known = (n for n in graph.nodes if n.op == "call_function" and n not in sources.of_parameters)
     counts = {n for n in known if not any(counts_samples(t) for t in infos(n))}
-    no_sums = _no_sums(graph, traced)
     for statistics in (False, True):
         mixed: dict[fx.Node, Across] = {}
         states, _ = follow_samples(graph, traced, mixed.__setitem__, counts, statistics)
         if not mixed:
             return
-        end = _back_to_rows({*mixed, *descendants(mixed)}, states, no_sums)
+        end = _back_to_rows({*mixed, *descendants(mixed)}, states, _no_sums(graph, traced))
         if _is_end(end, states, sources, graph, traced):
             for node in end:
                 mark_whole(node)

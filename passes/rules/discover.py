@@ -240,7 +240,8 @@ def _example(
     real = dict(zip(symbols, numbers, strict=False))
     choices = (dict(zip(distinct, numbers, strict=False)), {n: _value(n, real) for n in distinct})
     for sizes, dtype in product(choices, (torch.float64, torch.float32)):  # some take no float64
-        example = _draw(call, sizes, real, seed, magnitude, dtype, largest) if len(sizes) == len(distinct) else None
+        exist = len(sizes) == len(distinct) and all(n >= 0 for n in sizes.values())
+        example = _draw(call, sizes, real, seed, magnitude, dtype, largest) if exist else None
         if example is not None and _runs(example, call):
             return example
     return None

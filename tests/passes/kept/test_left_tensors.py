@@ -180,3 +180,22 @@ def test_what_no_later_pass_reads_and_caches_are_allowed(kind: type[Model]) -> N
     before = {name: x for name, x in vars(model).items() if not name.startswith("_")}
     trace(model, {"x": torch.ones(2, 4)})
     assert before == {name: x for name, x in vars(model).items() if not name.startswith("_")}
+
+
+class Recurrent(Model):
+    """A recurrent layer, which lists its parameters."""
+
+    def start(self) -> None:
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+
+    def step(self, h: Tensor) -> Tensor:
+        y: Tensor = self.rnn(h)[0]
+        return y
+
+
+def test_lists_of_parameters_are_left_by_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[object] = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: times.append(args) or export(*args, **kwargs))
+    trace(Recurrent(), {"x": torch.ones(2, 3, 4)})
+    assert len(times) == 1

@@ -106,6 +106,14 @@ def of_default(x: Tensor, counts: list[int] = [0]) -> float:  # noqa: B006
     return 1 / counts[0]
 
 
+def of_attribute(x: Tensor) -> float:
+    of_attribute.calls = getattr(of_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+    return 1 / of_attribute.calls  # type: ignore[attr-defined,no-any-return]
+
+
+of_attribute.calls = 0  # type: ignore[attr-defined]
+
+
 def closure() -> Scale:
     step = 0
 
@@ -176,6 +184,7 @@ class OfEnvironment(Scaled):
         pytest.param(lambda: Scaled(of_random_state), "OLD_DRAWS of file", id="NumPy's old generator"),
         pytest.param(lambda: Scaled(of_python_generator), "NUMBERS of file", id="generator"),
         pytest.param(lambda: Scaled(of_default), "counts of function of_default", id="default argument"),
+        pytest.param(lambda: Scaled(of_attribute), "calls of function of_attribute", id="function's attribute"),
         pytest.param(lambda: Scaled(closure()), "step of function closure.<locals>.count", id="closure"),
         pytest.param(lambda: Scaled(functools.partial(of_default, counts=[0])), "scale", id="partial"),
         pytest.param(OfClass, "calls of class", id="class"),
