@@ -4,6 +4,7 @@
     Model.step           an attribute of a class
     STEP                 a global of a file
     n of hook            what a function holds: a variable of the function around it, a default argument, an attribute
+    step of a Schedule   an attribute of an object of the user's
 
 Files are those that define the model's classes and functions, and those of the user's that they import: installed
 libraries hold caches and locks.
@@ -30,13 +31,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Name = tuple[str, str]  # path of a module, or what another holder is called, # and its id; and of what it holds
 
-KEEPERS = (Tensor, list, dict, deque, functools._lru_cache_wrapper, type(None))  # may be, hold or become a tensor
+_CACHE = functools._lru_cache_wrapper
+KEEPERS = (Tensor, list, dict, deque, _CACHE, type(None))  # may be, hold or become a tensor
 
 _MOST = 10_000  # elements of a container or an array that are looked at
 _DICTS = (dict, OrderedDict, defaultdict, Counter)  # others may make what they are asked for
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _ITERATORS = (itertools.count, itertools.cycle, itertools.repeat)
-_CACHE = functools._lru_cache_wrapper
 _SIMPLE = (bool, int, float, str, bytes, Tensor)
 _PLAIN = ("argparse", "types")  # modules whose objects are namespaces
 _LIBRARIES = ("autoptd", "torch")
@@ -46,7 +47,7 @@ _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # such as hooks, of which
 
 @dataclass(frozen=True, eq=False)
 class Holder:
-    """A module, class, file or function, and the values that it holds.
+    """A module, class, file, function or object, and the values that it holds.
 
     `restored`: torch.export undoes what a trace assigns to it, or does to its lists and dictionaries.
     """
@@ -59,7 +60,8 @@ class Holder:
 
 
 def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
-    """Yield a model's modules, and the classes, files and functions of its code and of a loss; the environment."""
+    """Yield a model's modules, and the classes, files, functions and objects of its code and of a loss; the
+    environment, which is looked at only."""
     classes: dict[type, None] = {}
     code: dict[int, Any] = {}
     _find_code([loss], code)

@@ -15,7 +15,7 @@ from autoptd.passes.known.python_random import fractions_drawn_by_torch
 from autoptd.passes.known.recurrence import layer_by_layer
 from autoptd.passes.known.replace import casts_that_change_nothing, replaced_functions, run_as_eager
 from autoptd.passes.known.scans import SCANS
-from autoptd.passes.random.seeds import refuse_seeds
+from autoptd.passes.known.seeds import refuse_seeds
 
 
 @contextmanager

@@ -7,7 +7,6 @@ skipped by it (LayerDrop), or all samples are scaled by it.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +14,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+from autoptd.passes.known.replace import files_of
 
 
 def _random() -> Tensor:
@@ -39,12 +40,12 @@ class _Module:
 def fractions_drawn_by_torch(model: nn.Module) -> Iterator[None]:
     """Replace the random module and its functions in the Python modules of the model's classes."""
     with ExitStack() as replaced:
-        for module in {type(m).__module__ for m in model.modules()} & sys.modules.keys():
-            names = vars(sys.modules[module])
+        for file in files_of(model):
+            names = vars(file)
             found: dict[str, Any] = {name: _Module() for name, value in names.items() if value is random}
             for function, made in _DRAWN.items():
                 own = getattr(random, function)
                 found |= {name: made for name, value in names.items() if type(value) is type(own) and value == own}
             for name, made in found.items():  # no patch.dict, which would undo what forward does to other globals
-                replaced.enter_context(patch.object(sys.modules[module], name, made))
+                replaced.enter_context(patch.object(file, name, made))
         yield

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,13 +20,18 @@ from torch import nn
 from autoptd.passes.kept.python_values import is_users
 
 
+def files_of(model: nn.Module, *, bases: bool = False) -> list[ModuleType]:
+    """Return the Python modules of a model's classes, and of their bases."""
+    classes = {cls for m in model.modules() for cls in (type(m).__mro__ if bases else (type(m),))}
+    return [sys.modules[name] for name in {cls.__module__ for cls in classes} & sys.modules.keys()]
+
+
 @contextmanager
 def replaced_functions(model: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Replace the functions of these names and parameters that the model's classes call, or have as methods."""
     classes = {cls for m in model.modules() for cls in type(m).__mro__}
-    files = [sys.modules[name] for name in {type(m).__module__ for m in model.modules()} & sys.modules.keys()]
     with ExitStack() as replaced:
-        for owner in (*files, *classes):
+        for owner in (*files_of(model), *classes):
             for name, made in functions.items():
                 if _same_parameters(vars(owner).get(name), made):
                     replaced.enter_context(patch.object(owner, name, made))

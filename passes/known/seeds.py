@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.known.replace import files_of
 
 _SEEDS: dict[Callable[..., Any], str] = {
     torch.manual_seed: "manual_seed",
@@ -36,9 +37,8 @@ _ALLOWED = ("torch", "autoptd")  # checkpoints keep states, which their recomput
 @contextmanager
 def refuse_seeds(model: nn.Module) -> Iterator[None]:
     """Refuse calls of torch's seeding functions, from the files of the model's classes or through torch, within."""
-    files = {cls.__module__ for m in model.modules() for cls in type(m).__mro__} & sys.modules.keys()
     with ExitStack() as replaced:
-        for owner in (torch, torch.random, torch.cuda, torch.cuda.random, *(sys.modules[file] for file in files)):
+        for owner in (torch, torch.random, torch.cuda, torch.cuda.random, *files_of(model, bases=True)):
             for name, value in list(vars(owner).items()):
                 if callable(value) and _is_seed(value):
                     replaced.enter_context(patch.object(owner, name, _refusing(value)))
@@ -57,14 +57,11 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.partition(".")[0] in _ALLOWED:
             return function(*args, **kwargs)
-        _refuse(_SEEDS[function])
+        raise UnsupportedOp(
+            f"forward calls torch.{_SEEDS[function]}: the program draws other numbers for every sample and step, "
+            "whatever the seed",
+            fix="draw what stays the same once, in __init__, into a buffer (register_buffer); to use a mask twice, "
+            "draw it once: mask = F.dropout(torch.ones_like(x), p); x * mask",
+        )
 
     return refuse
-
-
-def _refuse(name: str) -> NoReturn:
-    raise UnsupportedOp(
-        f"forward calls torch.{name}: the program draws other numbers for every sample and step, whatever the seed",
-        fix="draw what stays the same once, in __init__, into a buffer (register_buffer); to use a mask twice, draw it "
-        "once: mask = F.dropout(torch.ones_like(x), p); x * mask",
-    )
