@@ -23,6 +23,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,8 +205,11 @@ def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
     """Add the functions among values, and those that they hold, that hold anything from call to call; and the objects
     of the user's classes."""
     stack = list(values)
+    seen: dict[int, Any] = {}  # containers, which may hold themselves
     while stack:
         value = stack.pop()
+        if id(value) in seen or id(value) in found:
+            continue
         if isinstance(value, staticmethod | classmethod):
             stack.append(value.__func__)
         elif isinstance(value, types.MethodType):
@@ -215,10 +219,12 @@ def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
         elif isinstance(value, functools.partial):
             stack += value.func, *value.args, *value.keywords.values()
         elif type(value) in _DICTS and len(value) <= _MOST:  # such as hooks of a module
+            seen[id(value)] = value
             stack += value.values()
         elif isinstance(value, _SEQUENCES) and len(value) <= _MOST:
+            seen[id(value)] = value
             stack += (x for x in value if not isinstance(x, _SIMPLE))
-        elif id(value) not in found and (held := _fields(value)):
+        elif held := _fields(value):
             found[id(value)] = value
             stack += held.values()
 
@@ -292,4 +298,10 @@ def is_users(module: str | None) -> bool:
 @functools.cache
 def _is_installed(file: str) -> bool:
     paths = sysconfig.get_paths()
-    return file.startswith(tuple(paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")))
+    return file.startswith((paths["stdlib"], paths["platstdlib"])) or any(map(_holds_installed, Path(file).parents))
+
+
+@functools.cache
+def _holds_installed(folder: Path) -> bool:
+    """Return whether pip installs into a folder, which may be of another environment."""
+    return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))

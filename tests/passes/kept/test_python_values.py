@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import os
 import re
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.kept.python_values import is_users
 from autoptd.passes.trace.trace import trace
 
 Scale = Callable[[Tensor], Tensor | float]
@@ -30,6 +33,8 @@ MEMORY: Tensor | None = None
 MASKS: dict[int, Tensor] = {}
 FEATURES: list[Tensor] = []
 LENGTH = 0
+TREE: dict[str, list[object]] = {"children": []}
+TREE["children"].append({"parent": TREE})
 
 
 @dataclasses.dataclass
@@ -332,3 +337,19 @@ def test_a_cache_is_allowed_and_holds_nothing_of_the_trace(scale: Scale, eager: 
     trace(model, {"x": eager})
     assert not MASKS and made_once.cache_info().currsize == 0 and LENGTH == 0
     assert type(model(eager)) is Tensor
+
+
+def test_containers_that_hold_themselves_are_looked_at_once() -> None:
+    trace(Scaled(lambda x: 1.0 if TREE["children"] else 0.0), {"x": torch.ones(2, 4)})
+
+
+def test_libraries_of_another_environment_are_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those on PYTHONPATH, which hold any number of caches."""
+    for name in ("written", "installed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.syspath_prepend(folder)
+        (folder / f"{name}_elsewhere.py").touch()
+        importlib.import_module(f"{name}_elsewhere")
+    (tmp_path / "installed" / "it-1.0.dist-info").mkdir()
+    assert is_users("written_elsewhere") and not is_users("installed_elsewhere")
