@@ -22,7 +22,7 @@ from autoptd.arguments import (
     planned_optimizer,
 )
 from autoptd.boundary import public
-from autoptd.compile.make_plan import make_plan
+from autoptd.compile.make_plan import make_plan, samples_of
 from autoptd.compile.program import make_program, read_sharding
 from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.cluster import Cluster
@@ -136,6 +136,7 @@ def plan(
     check_clip(clip_norm)
     check_limit(time_limit_s)
     source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
+    source = source.for_batch(samples_of(batch, world))
     return make_plan(
         source,
         exact=exact,
@@ -241,6 +242,7 @@ def parallelize(
         assert where is not None
         constraints = read_constraints({"kernels": "compiled", **(fix or {})} if compile else fix, include)
         source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
+        source = source.for_batch(samples_of(batch, world))
         make = partial(
             make_plan,
             source,
@@ -261,6 +263,7 @@ def parallelize(
         plan.check_runnable()
         averaging = loss_averaging or plan.loss_averaging
         source = _traced(model, inputs, loss, targets, length, plan.precision, progress, averaging)
+        source = source.for_batch(plan.batch)
     stored = None if weights is None else _stored(weights, source)
     shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters() if p.requires_grad}
     groups = read_groups(parameter_groups, shapes)

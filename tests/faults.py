@@ -102,7 +102,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "inputs": {
         "an input read as it was given": "what reads an input after forward has written to it sees the old numbers",
-        "a branch on the number of samples": "the program repeats the branch of the example's size (it is refused)",
+        "a branch on the number of samples": "the program repeats the branch of the example's size",
         "one input written, another read": "two inputs share their memory, and one is written to (it is refused)",
     },
     "buffers": {

@@ -35,6 +35,11 @@ from autoptd.search.pipeline.stage_parameters import loss_of
 from autoptd.search.planner import EFFORT, Answer, Planner, Task
 
 
+def samples_of(batch: int | None, world: int) -> int:
+    """Return the samples of a step."""
+    return batch or 8 * world
+
+
 def make_plan(
     source: TracedModel,
     *,
@@ -53,9 +58,9 @@ def make_plan(
     batch: samples per step over all ranks; None for 8 × world. exact: search without a limit on effort.
     """
     notes = list(source.notes)
-    notes += [] if batch is not None else [f"batch was not given: 8 × world = {8 * world} samples"]
+    size = samples_of(batch, world)
+    notes += [] if batch is not None else [f"batch was not given: 8 × world = {size} samples"]
     notes += idle_notes(constraints, world)
-    size = batch or 8 * world
     sizes = {str(symbol): n for symbol, n in source.sizes.items()} | {SAMPLES: size}
     refuse_other_sizes(source.folded.traced.conditions, sizes, PlanError)
     task = Task(

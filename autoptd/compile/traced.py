@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, PlanError, nearest
+from autoptd.layout.sample_rows import with_samples
+from autoptd.layout.size_conditions import all_hold
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
 from autoptd.passes.fold import Folded, fold, graph_hash
@@ -43,7 +45,17 @@ class TracedModel:
     sizes: Mapping[sympy.Symbol, int]  # of every symbol except b
     precision: str
     known: ShardingCache = field(compare=False, repr=False)
+    again: Callable[[int], TracedModel] = field(compare=False, repr=False)  # trace it with so many samples
     notes: tuple[str, ...] = ()  # notes about the given module, for its plans
+
+    def for_batch(self, samples: int) -> TracedModel:
+        """Return the model as its code runs for a step of so many samples: traced again if it branches on them.
+
+        Raises what `read_model` does.
+        """
+        if all_hold(self.folded.traced.conditions, samples):
+            return self
+        return self.again(samples)
 
     @property
     def objective(self) -> Objective:
@@ -120,28 +132,37 @@ def read_model(
         )
     objective, named = read_objective(loss, given, targets, nest)
     objective, model = objective.joined(model)
-    traced_by = partial(
-        trace,
-        model,
-        {**given, **named},
-        loss=objective,
-        precision=precision,
-        averaging=loss_averaging,  # type: ignore[arg-type]
-    )
-    with progress.stage(f"trace {type(model).__name__}"):
-        traced = traced_by()
-    # ops are tried on small tensors on the CPU, whatever the caller's default device
-    with torch.device("cpu"), progress.stage("normalise and fold the graph"):
-        folded = fold(normalise(traced))
-        _refuse_inputs_without_samples(traced)
-        digest = graph_hash(traced)
-        if traced.loops:
-            refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
-        known = ShardingCache(folded).read()
-    sizes = {s: n for s, n in traced.example.items() if s != BATCH}
-    if seq is not None and SEQUENCE in sizes:
-        sizes[SEQUENCE] = seq
-    return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, (*notes, *traced.notes))
+    examples = {**given, **named}
+
+    def traced_with(examples: Mapping[str, Tensor]) -> TracedModel:
+        traced_by = partial(
+            trace,
+            model,
+            examples,
+            loss=objective,
+            precision=precision,
+            averaging=loss_averaging,  # type: ignore[arg-type]
+        )
+        with progress.stage(f"trace {type(model).__name__}"):
+            traced = traced_by()
+        # ops are tried on small tensors on the CPU, whatever the caller's default device
+        with torch.device("cpu"), progress.stage("normalise and fold the graph"):
+            folded = fold(normalise(traced))
+            _refuse_inputs_without_samples(traced)
+            digest = graph_hash(traced)
+            if traced.loops:
+                refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
+            known = ShardingCache(folded).read()
+        sizes = {s: n for s, n in traced.example.items() if s != BATCH}
+        if seq is not None and SEQUENCE in sizes:
+            sizes[SEQUENCE] = seq
+        given_notes = (*notes, *traced.notes)
+        return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, again, given_notes)
+
+    def again(samples: int) -> TracedModel:
+        return traced_with(with_samples(examples, samples))
+
+    return traced_with(examples)
 
 
 def _refuse_inputs_without_samples(traced: Traced) -> None:

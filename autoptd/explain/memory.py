@@ -67,7 +67,7 @@ def traced(plan: Plan, model: nn.Module, progress: Progress) -> tuple[TracedMode
         precision=plan.precision,
         progress=progress,
         loss_averaging=plan.loss_averaging,
-    )
+    ).for_batch(plan.batch)
     return source, read_sharding(source, plan)
 
 

@@ -66,3 +66,12 @@ def find_rows(inputs: Mapping[str, Tensor], samples: int) -> dict[str, SampleRow
         if likely := [*first, *equal, *many] if x.is_floating_point() else [*equal, *many]:
             found[name] = likely[0]
     return found
+
+
+def with_samples(inputs: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
+    """Return inputs of so many samples, all of them the first one of `inputs`, in no further memory."""
+    count = count_samples(inputs)
+    found = find_rows(inputs, count)
+    rows = {n: found.get(n, PLAIN) for n, x in inputs.items() if n in found or (x.ndim and x.shape[0] == count)}
+    parts = {n: row.apart(inputs[n])[:1] for n, row in rows.items()}
+    return dict(inputs) | {n: rows[n].joined(x.expand(samples, *x.shape[1:])) for n, x in parts.items()}

@@ -41,6 +41,11 @@ class SizeCondition:
         return bool(self.relation.subs(given) == sympy.true)
 
 
+def all_hold(conditions: Iterable[SizeCondition], samples: int) -> bool:
+    """Return whether those on the samples of a step alone hold."""
+    return all(c.holds({SAMPLES: samples}) for c in conditions if c.names == {SAMPLES})
+
+
 def refuse_other_sizes(conditions: Iterable[SizeCondition], sizes: Mapping[str, int], kind: type[AutoptdError]) -> None:
     """Raise an error of a kind for sizes for which a condition does not hold."""
     for condition in conditions:
@@ -50,6 +55,5 @@ def refuse_other_sizes(conditions: Iterable[SizeCondition], sizes: Mapping[str, 
             raise kind(
                 f"the model's code depends on sizes: it was traced where {condition}, but here {given}{of}",
                 where=condition.where,
-                fix="trace it with example inputs of these sizes, with as many samples as a step has; or remove the "
-                "branch on a size",
+                fix="trace it with example inputs of these sizes; or remove the branch on a size",
             )

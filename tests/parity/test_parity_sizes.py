@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.errors import InputsError, PlanError
+from autoptd.errors import InputsError, UnsupportedOp
+from autoptd.layout.sample_rows import with_samples
 from autoptd.layout.size_conditions import SizeCondition
 
 SAMPLES, TOKENS = 8, 6
@@ -63,12 +64,34 @@ def traced(branch: Branch, samples: int, tokens: int = TOKENS) -> autoptd.Traced
     return autoptd.trace(Branching(branch).double(), inputs={"x": batch(samples, tokens)}, precision="fp64")
 
 
-@pytest.mark.parametrize("branch", [compared, ghost, in_fours, repeated])
+@pytest.mark.parametrize("branch", [compared, repeated])
 @pytest.mark.fault("a branch on the number of samples")
-def test_a_graph_of_another_branch_is_refused(branch: Branch) -> None:
-    with pytest.raises(PlanError, match=r"b = 8 \(b: the samples of a step\)") as caught:
+def test_a_model_is_traced_again_for_the_samples_of_a_step(branch: Branch) -> None:
+    source = traced(branch, 2)
+    par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", fix={"micro": 2}, optimizer="sgd")
+    again = autoptd.parallelize(source, world=1, plan=par.plan, optimizer="sgd")
+    with torch.no_grad():
+        expected = float(source.model(batch()))
+    for each in (par, again):
+        assert float(each.train_step({"x": batch()})) == pytest.approx(expected, rel=1e-12)
+    assert source.for_batch(3) is source and source.for_batch(SAMPLES) is not source
+
+
+@pytest.mark.parametrize("branch", [ghost, in_fours])
+def test_parts_of_a_batch_that_a_step_has_and_the_example_has_not_are_refused(branch: Branch) -> None:
+    with pytest.raises(UnsupportedOp, match="works across samples"):
         autoptd.plan(traced(branch, 2), world=1, batch=SAMPLES, cluster="dgx-h100")
-    assert branch.__name__ in caught.value.where and "as many samples as a step has" in caught.value.fix
+
+
+def test_examples_of_more_samples_keep_their_form() -> None:
+    rows = {
+        "ids": torch.ones(2, 6),
+        "patches": torch.ones(6, 3),
+        "positions": torch.ones(3, 2),
+        "scale": torch.ones(()),
+    }
+    shapes = {name: list(x.shape) for name, x in with_samples(rows, 8).items()}
+    assert shapes == {"ids": [8, 6], "patches": [24, 3], "positions": [3, 8], "scale": []}
 
 
 @pytest.mark.parametrize("branch", [compared, repeated])

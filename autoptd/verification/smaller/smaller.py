@@ -82,7 +82,7 @@ def subject_of(
             precision=plan.precision,
             progress=Silent(),
             loss_averaging=plan.loss_averaging,
-        )
+        ).for_batch(plan.batch)
     sharding = read_sharding(planned, plan)
     every = KeptSegments(tuple(range(len(planned.folded.segments))), {})
     kept = every if full else keep_segments(planned.folded, plan)
@@ -161,7 +161,7 @@ def _smaller(
         precision=planned.precision,
         progress=Silent(),
         loss_averaging=planned.loss_averaging,
-    )
+    ).for_batch(sizes["batch"])
     return traced, changed
 
 
