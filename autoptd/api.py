@@ -104,8 +104,9 @@ def plan(
         model: a single-device module, or the result of `trace`.
         world: number of devices, over all nodes.
         inputs: example keyword arguments of `forward`: tensors with samples in dim 0, maybe on meta, and containers of
-            them. Flags, numbers, strings and None are fixed when planning. Default: made from the configuration of a
-            Hugging Face model, or by the module's `example_inputs(batch, seq)`.
+            them. All samples share tensors without, such as the weight of a term at this step. Flags, numbers, strings
+            and None are fixed when planning. Default: made from the configuration of a Hugging Face model, or by the
+            module's `example_inputs(batch, seq)`.
         loss: callable that returns the loss, needed unless `forward` returns a scalar, `.loss` or `["loss"]`. Takes
             (outputs), (outputs, inputs), or outputs and targets, such as `nn.CrossEntropyLoss()`.
         targets: example tensors that only the loss takes: one tensor, which a batch then holds as "targets", or a

@@ -155,7 +155,8 @@ def _tensors(planned: Any, x: Any, path: str) -> Iterator[tuple[str, Any]]:
         raise InputsError(
             f"{path} is {_shown(x)}, but the plan was made for {_shown(planned)}",
             where=path,
-            fix=f"plan with {path} = {_shown(x)}: values that are no tensors are fixed when planning"
+            fix=f"plan with {path} = {_shown(x)}: values that are no tensors are fixed when planning; those of a step "
+            "are tensors, such as torch.tensor(0.3)"
             if not isinstance(x, Tensor)
             else f"leave {path} out, or plan with a tensor there",
         )

@@ -14,7 +14,7 @@ from autoptd.errors import PlanError
 from autoptd.layout.layout import InputSpec, Layout, TensorSpec
 from autoptd.layout.mesh import Mesh as RankMesh
 from autoptd.layout.placements import parse_placement
-from autoptd.layout.sample_rows import PLAIN
+from autoptd.layout.sample_rows import PLAIN, SHARED, samples_first
 from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
 from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.fold import Folded
@@ -44,13 +44,14 @@ def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder" and node.name in traced.inputs:
             x = infos(node)[0]
-            symbols = tuple(str(n) if isinstance(n, sympy.Expr) and n.free_symbols else "" for n in x.shape[1:])
-            sizes = tuple(int(sympy.sympify(n).subs(values)) for n in x.shape[1:])
             name = traced.inputs[node.name]
-            value = tuple(traced.known[name].flatten().tolist()) if name in traced.known else ()
             rows = traced.rows.get(name, PLAIN)
+            shape = x.shape if rows == SHARED else x.shape[1:]
+            symbols = tuple(str(n) if isinstance(n, sympy.Expr) and n.free_symbols else "" for n in shape)
+            sizes = tuple(int(sympy.sympify(n).subs(values)) for n in shape)
+            value = tuple(traced.known[name].flatten().tolist()) if name in traced.known else ()
             found[name] = InputSpec(x.dtype, sizes, symbols, rows, value, written=name in traced.written)
-    return {name: found[name] for name in traced.inputs.values()}
+    return {name: found[name] for name in samples_first(traced.inputs.values(), traced.rows)}
 
 
 def make_layout(source: TracedModel, plan: Plan) -> Layout:
@@ -120,7 +121,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         ),
         micro=plan.micro,
         microbatches=plan.schedule.microbatches,
-        inputs=tuple(traced.inputs.values()),
+        inputs=tuple(samples_first(traced.inputs.values(), traced.rows)),
         parameters=parameters,
         buffers=buffers,
         zero=plan.zero,

@@ -11,18 +11,18 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from autoptd.errors import InputsError, PlanError, nearest
-from autoptd.layout.sample_rows import with_samples
+from autoptd.errors import InputsError, PlanError, TraceError, nearest
+from autoptd.layout.sample_rows import Rows, readings, with_samples
 from autoptd.layout.size_conditions import all_hold
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
 from autoptd.passes.fold import Folded, fold, graph_hash
-from autoptd.passes.graph import info
 from autoptd.passes.loops.same_program import refuse_other_program
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
+from autoptd.passes.trace.specialize_sizes import check_inputs
 from autoptd.passes.trace.trace import SAMPLES, trace
-from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE, Traced
+from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE
 from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, refuse_unsuitable, unwrap
 from autoptd.progress import Progress
 from autoptd.search.sharding.cache import ShardingCache
@@ -132,13 +132,14 @@ def read_model(
         )
     objective, named = read_objective(loss, given, targets, nest)
     objective, model = objective.joined(model)
-    examples = {**given, **named}
+    check_inputs(examples := {**given, **named})
 
-    def traced_with(examples: Mapping[str, Tensor]) -> TracedModel:
+    def traced_with(examples: Mapping[str, Tensor], rows: Rows) -> TracedModel:
         traced_by = partial(
             trace,
             model,
             examples,
+            rows=rows,
             loss=objective,
             precision=precision,
             averaging=loss_averaging,  # type: ignore[arg-type]
@@ -148,7 +149,6 @@ def read_model(
         # ops are tried on small tensors on the CPU, whatever the caller's default device
         with torch.device("cpu"), progress.stage("normalise and fold the graph"):
             folded = fold(normalise(traced))
-            _refuse_inputs_without_samples(traced)
             digest = graph_hash(traced)
             if traced.loops:
                 refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
@@ -156,29 +156,21 @@ def read_model(
         sizes = {s: n for s, n in traced.example.items() if s != BATCH}
         if seq is not None and SEQUENCE in sizes:
             sizes[SEQUENCE] = seq
+
+        def again(samples: int) -> TracedModel:
+            return traced_with(with_samples(examples, rows, samples), rows)
+
         given_notes = (*notes, *traced.notes)
         return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, again, given_notes)
 
-    def again(samples: int) -> TracedModel:
-        return traced_with(with_samples(examples, samples))
-
-    return traced_with(examples)
-
-
-def _refuse_inputs_without_samples(traced: Traced) -> None:
-    """Raise InputsError for an input whose dim 0 does not count samples: a training step cannot split it."""
-    for node in traced.graph.graph.nodes:
-        if node.op == "placeholder" and node.name in traced.inputs:
-            shape = info(node).shape
-            if not shape or shape[0] != BATCH:
-                name = traced.inputs[node.name]
-                what = f"has shape [{', '.join(map(str, shape))}]" if shape else "is a single number"
-                raise InputsError(
-                    f"input {name!r} {what}, without a dim of samples: it cannot be cut into microbatches",
-                    where=f"inputs: {name}",
-                    fix=f"give a value for each sample, such as {name}=torch.full((samples,), 0.3) and ({name} * "
-                    f"loss_of_samples).mean(); or make {name} a buffer or parameter of the model",
-                )
+    first: TraceError | None = None
+    for rows in readings(examples):
+        try:
+            return traced_with(examples, rows)
+        except TraceError as error:
+            first = first or error
+    assert first is not None
+    raise first from first.__cause__
 
 
 def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:

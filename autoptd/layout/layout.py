@@ -11,7 +11,7 @@ import torch
 from autoptd.errors import PlanError, nearest
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import Placement, Split
-from autoptd.layout.sample_rows import PLAIN, SampleRows
+from autoptd.layout.sample_rows import PLAIN, SHARED, SampleRows
 from autoptd.layout.size_conditions import SizeCondition
 from autoptd.nest import Nest
 from autoptd.schedule import RUNNABLE, row_of
@@ -62,7 +62,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input of the model: its planned dims after the samples. `symbols`: the symbol of each, "" if it is fixed."""
+    """One input of the model: its planned dims after the samples, if it has any.
+
+    `symbols`: the symbol of each dim, "" if it is fixed.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -75,7 +78,12 @@ class InputSpec:
     def text(self) -> str:
         """Text such as `[samples, s up to 1024] of torch.int64`."""
         dims = [f"{symbol} up to {n}" if symbol else str(n) for symbol, n in zip(self.symbols, self.sizes, strict=True)]
-        return f"[{', '.join(['samples', *dims])}] of {self.dtype}"
+        return f"[{', '.join(['samples'] * self.lead + dims)}] of {self.dtype}"
+
+    @property
+    def lead(self) -> int:
+        """Number of dims before the planned ones: that of the samples, or none."""
+        return 0 if self.rows == SHARED else 1
 
 
 # of the whole batch, which samples are normalised by, and what stands in for them in evaluation: running ones, those of
@@ -139,6 +147,11 @@ class Layout:
             )
         if self.precision not in PRECISIONS:
             raise PlanError(f"unknown precision {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
+
+    @property
+    def shared(self) -> list[str]:
+        """Names of the inputs that all samples share."""
+        return [name for name, spec in self.specs.items() if spec.rows == SHARED]
 
     @property
     def sharing(self) -> int:

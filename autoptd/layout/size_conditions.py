@@ -38,7 +38,10 @@ class SizeCondition:
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Return whether it holds for these sizes; False where that cannot be worked out."""
         given = {symbol: sizes[str(symbol)] for symbol in self.relation.free_symbols if str(symbol) in sizes}
-        return bool(self.relation.subs(given) == sympy.true)
+        try:
+            return bool(self.relation.subs(given) == sympy.true)
+        except TypeError:  # it divides by zero
+            return False
 
 
 def all_hold(conditions: Iterable[SizeCondition], samples: int) -> bool:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from autoptd.errors import InputsError
 from autoptd.layout.layout import InputSpec
-from autoptd.layout.sample_rows import PLAIN
+from autoptd.layout.sample_rows import PLAIN, SHARED
 
 Microbatch = dict[str, Tensor]
 
 
 def cut_batch(
-    batch: Mapping[str, Tensor], inputs: Sequence[str], micro: int, microbatches: int | None, device: torch.device
+    batch: Mapping[str, Tensor],
+    inputs: Sequence[str],
+    micro: int,
+    microbatches: int | None,
+    device: torch.device,
+    shared: Collection[str] = (),
 ) -> list[Microbatch]:
     """Split a batch into consecutive slices of `micro` samples along dim 0; the last may be smaller.
 
-    `microbatches`: the required number, None for any. Raises InputsError.
+    `microbatches`: the required number, None for any. `shared`: inputs that each gets whole, the last ones.
+    Raises InputsError.
     """
-    samples = _samples(batch, inputs)
+    samples = _samples(batch, inputs, shared)
     count = -(-samples // micro)
     if microbatches is not None and count != microbatches:
         low, high = (microbatches - 1) * micro + 1, microbatches * micro
@@ -31,7 +37,8 @@ def cut_batch(
             fix=f"give {high} samples per data-parallel rank (at least {low}), or plan for another batch",
         )
     here = {name: batch[name].to(device, non_blocking=True) for name in inputs}
-    return [{name: x[i * micro : (i + 1) * micro] for name, x in here.items()} for i in range(count)]
+    cuts = [slice(i * micro, (i + 1) * micro) for i in range(count)]
+    return [{name: x if name in shared else x[cut] for name, x in here.items()} for cut in cuts]
 
 
 def by_sample(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> Mapping[str, Tensor]:
@@ -41,7 +48,7 @@ def by_sample(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> Ma
     found = dict(batch)
     for name, spec in specs.items():
         x, (dim, rows) = batch.get(name), (spec.rows.dim, spec.rows.rows)
-        if isinstance(x, Tensor) and spec.rows != PLAIN and not x.is_meta:
+        if isinstance(x, Tensor) and spec.rows not in (PLAIN, SHARED) and not x.is_meta:
             if x.ndim <= dim or x.shape[dim] % rows:
                 raise InputsError(
                     f"{name!r} is of shape {list(x.shape)}, but was traced with {spec.rows}",
@@ -59,6 +66,7 @@ def share_of(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec], index:
 
 
 def sample_count(microbatch: Microbatch) -> int:
+    """Return the samples of a microbatch, whose first input has some."""
     return next(iter(microbatch.values())).shape[0]
 
 
@@ -88,9 +96,9 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
                 where=name,
                 fix=f"give {name}.to({spec.dtype}), or plan with inputs of this type",
             )
-        if x.ndim != 1 + len(spec.sizes):
+        if x.ndim != spec.lead + len(spec.sizes):
             raise InputsError(
-                f"{name!r} has {x.ndim} dims, {list(x.shape)}, instead of {1 + len(spec.sizes)}",
+                f"{name!r} has {x.ndim} dims, {list(x.shape)}, instead of {spec.lead + len(spec.sizes)}",
                 where=name,
                 fix="give the shape that the model was traced with: " + spec.text,
             )
@@ -102,7 +110,8 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
                 fix="give pictures of the planned size, by resizing them; or plan for each size, and take "
                 "batches of one size",
             )
-        for dim, (size, planned, symbol) in enumerate(zip(x.shape[1:], spec.sizes, spec.symbols, strict=True), 1):
+        sizes = zip(x.shape[spec.lead :], spec.sizes, spec.symbols, strict=True)
+        for dim, (size, planned, symbol) in enumerate(sizes, spec.lead):
             _check_size(f"dim {dim} of {name!r}", size, planned, symbol)
             if symbol and met.setdefault(symbol, (size, name))[0] != size:
                 known, other = met[symbol]
@@ -149,14 +158,16 @@ def _check_size(where: str, size: int, planned: int, symbol: str) -> None:
 
 def stand_in(specs: Mapping[str, InputSpec], samples: int) -> dict[str, Tensor]:
     """Return zeros of the planned sizes, for a rank without a valid batch that must still join the step."""
-    return {name: torch.zeros(samples, *spec.sizes, dtype=spec.dtype) for name, spec in specs.items()}
+    lead = (samples,)
+    return {n: torch.zeros(lead[: spec.lead] + spec.sizes, dtype=spec.dtype) for n, spec in specs.items()}
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
     """Hash samples and their order to 20 bits; 0-dim float64 on the first tensor's device."""
-    found = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    found = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else None)
     for x in tensors:
-        bits = x.detach().contiguous().view(_BITS[x.element_size()]).reshape(x.shape[0], -1)
+        x = x.detach().contiguous() if x.ndim else x.detach().view(1)
+        bits = x.view(_BITS[x.element_size()]).reshape(x.shape[0], -1)
         places = torch.arange(1, 1 + x.shape[0], device=x.device)
         found = found * 31 + (bits.sum(1, dtype=torch.int64) * places * _MIX).sum().to(found.device)
     return (((found ^ (found >> 20)) * _MIX >> 40) & 0xFFFFF).to(torch.float64)
@@ -167,7 +178,7 @@ _MIX = 0x9E3779B97F4A7C1  # odd, from the golden ratio: spreads similar sums
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # bytes -> integer dtype
 
 
-def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
+def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str], shared: Collection[str]) -> int:
     """Return the number of samples, dim 0 of every input. Raises InputsError."""
     if batch is None:
         raise InputsError(
@@ -184,12 +195,15 @@ def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str]) -> int:
     if missing or unknown:
         what = [f"lacks {missing}"] * bool(missing) + [f"has {unknown} which the plan does not know"] * bool(unknown)
         raise InputsError("the batch " + " and ".join(what), fix=f"give exactly {list(inputs)}")
-    wrong = [name for name in inputs if not isinstance(batch[name], Tensor) or batch[name].ndim == 0]
+    counted = [name for name in inputs if name not in shared]
+    if numbers := [name for name in shared if not isinstance(batch[name], Tensor)]:
+        raise InputsError(f"{numbers} must be tensors", fix=f"give {numbers[0]}=torch.tensor(…)")
+    wrong = [name for name in counted if not isinstance(batch[name], Tensor) or batch[name].ndim == 0]
     if wrong:
         raise InputsError(f"{wrong} must be tensors whose dim 0 counts samples", fix="give a batch of tensors")
     if empty := [name for name in inputs if batch[name].is_meta]:
         raise InputsError(f"{empty} are on the meta device, without values", fix="give tensors that hold data")
-    sizes = {name: batch[name].shape[0] for name in inputs}
+    sizes = {name: batch[name].shape[0] for name in counted}
     if len(set(sizes.values())) > 1:
         raise InputsError(
             f"the batch's tensors hold different numbers of samples: {sizes}", fix="give equally many samples of each"

@@ -1,11 +1,12 @@
-"""Agreement of all ranks on the batch of a step, by two numbers in the all-reduce that ends the step anyway.
+"""Agreement of all ranks on the batch of a step, by three numbers in the all-reduce that ends the step anyway.
 
 Each rank checks its own batch before it communicates. A rank with a wrong batch (none, because its data loader ran
 dry; another dtype; a longer sequence) must not leave its peers waiting. It therefore runs the step with a substitute,
-zeros of the planned sizes, and all ranks sum up two numbers:
+zeros of the planned sizes, and all ranks sum up three numbers:
 
     faults    1 if the rank's batch is wrong, else 0           sum 0: the step is taken
     digest    digest · weight, Σ weight = 0 over a dp share    sum 0: ranks that share samples got the same ones
+    shared    the same of inputs without samples, Σ over all   sum 0: all ranks got the same ones
 
 Otherwise no rank takes the step, and all raise the InputsError of the first rank that has one. The sums are exact: a
 digest has 20 bits, weights are below n²/2 for the n ranks of a share, and float64 is exact up to 2^53.
@@ -36,7 +37,7 @@ from autoptd.runtime.batch import (
 from autoptd.runtime.comm.interfaces import Communicators, all_gather_text
 
 _TEXT = 2000  # bytes of an error that other ranks receive
-NUMBERS = 2  # faults, digest
+NUMBERS = 3  # faults, digest, shared
 _PARTS, _SEPARATOR = 3, "\x1f"  # what, where, fix
 
 
@@ -45,10 +46,12 @@ class Agreement:
 
     def __init__(self, layout: Layout, communicators: Communicators) -> None:
         self._layout, self._comm = layout, communicators
-        self._weight = _weight(layout, communicators)
+        mesh = layout.mesh
+        share = [rank for rank in range(mesh.world) if mesh.coordinates(rank)[1] == communicators.dp.rank]
+        self._weights = [_weight(ranks, communicators.rank) for ranks in (share, range(mesh.world))]
         self._samples = layout.micro * layout.microbatches
         self._fault: InputsError | None = None
-        self._digest = torch.zeros((), dtype=torch.float64)
+        self._digests = [torch.zeros((), dtype=torch.float64)] * 2
 
     def take(
         self, batch: Mapping[str, Any], microbatches: int | None, check: Callable[[], None] = lambda: None
@@ -70,13 +73,17 @@ class Agreement:
             self._fault = error
             return self._cut(stand_in(self._layout.specs, self._samples), microbatches)
         self._samples = sum(map(sample_count, found))
-        self._digest = digest([batch[name] for name in self._layout.inputs])
+        shared = self._layout.shared
+        self._digests = [
+            digest([batch[name] for name in self._layout.inputs if name not in shared]),
+            digest([batch[name] for name in shared]),
+        ]
         return found
 
     def _cut(self, batch: Mapping[str, Tensor], microbatches: int | None) -> list[Microbatch]:
         layout = self._layout
         check_multiples(batch, layout.multiples)
-        found = cut_batch(batch, layout.inputs, layout.micro, microbatches, self._comm.device)
+        found = cut_batch(batch, layout.inputs, layout.micro, microbatches, self._comm.device, layout.shared)
         check_specs(batch, layout.specs)
         if layout.conditions:
             refuse_other_sizes(layout.conditions, self._sizes(batch, sum(map(sample_count, found))), InputsError)
@@ -88,23 +95,30 @@ class Agreement:
         shares = {layout.samples // layout.mesh.dp, -(-layout.samples // layout.mesh.dp)}
         found = {SAMPLES: layout.samples if own in shares else own * layout.mesh.dp}
         for name, spec in layout.specs.items():
-            found.update((symbol, n) for symbol, n in zip(spec.symbols, batch[name].shape[1:], strict=True) if symbol)
+            sizes = batch[name].shape[spec.lead :]
+            found.update((symbol, n) for symbol, n in zip(spec.symbols, sizes, strict=True) if symbol)
         return found
 
     def row(self) -> Tensor:
         """Return this rank's contribution to the sum over the world: [NUMBERS], float64."""
         device = self._comm.device
         wrong = torch.tensor(self._fault is not None, dtype=torch.float64, device=device)
-        return torch.stack((wrong, self._digest.to(device) * self._weight))
+        digests = zip(self._digests, self._weights, strict=True)
+        return torch.stack((wrong, *(found.to(device) * weight for found, weight in digests)))
 
     def holds(self, agreed: Sequence[float]) -> bool:
         """Return whether the step may be taken; `agreed`: the rows of all ranks, summed."""
-        faults, digests = agreed
-        return not faults and not digests
+        return not any(agreed)
 
     def refuse(self, agreed: Sequence[float]) -> None:
         """Raise the same InputsError on all ranks, when `holds` is False. A collective."""
-        faults, _ = agreed
+        faults, _, shared = agreed
+        if shared and not faults:
+            raise InputsError(
+                "ranks were given different values of inputs that all samples share",
+                where=", ".join(self._layout.shared),
+                fix="give the same on all ranks: compute it from the step, or draw it on one rank and send it",
+            )
         if not faults:
             raise self._differ()
         rank, error = self._first()
@@ -122,7 +136,7 @@ class Agreement:
 
     def _differ(self) -> InputsError:
         """Return the error for ranks of one dp share with different samples."""
-        mine = self._digest.to(self._comm.device)
+        mine = self._digests[0].to(self._comm.device)
         each = self._comm.world.all_gather(mine.view(1)).view(-1).tolist()
         mesh = self._layout.mesh
         shares: dict[int, list[int]] = {}
@@ -148,10 +162,7 @@ def check_evaluates(layout: Layout) -> None:
         )
 
 
-def _weight(layout: Layout, c: Communicators) -> int:
-    """Return 1, 2, 3 … for the ranks of a dp share; for the last one minus the sum of the others."""
-    mesh = layout.mesh
-    share = [rank for rank in range(mesh.world) if mesh.coordinates(rank)[1] == c.dp.rank]
-    place = share.index(c.rank)
-    last = len(share) - 1
+def _weight(ranks: Sequence[int], rank: int) -> int:
+    """Return 1, 2, 3 … for some ranks; for the last one minus the sum of the others."""
+    place, last = ranks.index(rank), len(ranks) - 1
     return place + 1 if place < last else -last * (last + 1) // 2

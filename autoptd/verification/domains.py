@@ -62,7 +62,7 @@ _TARGETS = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"
 
 @dataclass(frozen=True)
 class Domain:
-    """The valid values of one input. `shape` is concrete; dim 0 counts the samples."""
+    """The valid values of one input. `shape` is concrete; dim 0 counts samples, if it has some."""
 
     name: str
     shape: tuple[int, ...]

@@ -13,12 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autoptd.compile.traced import TracedModel
+from autoptd.layout.sample_rows import SHARED
 from autoptd.passes.trace.traced import BATCH
 from autoptd.verification.domains import Domain, domains_of
 
@@ -52,16 +53,22 @@ def try_batches(
     rotates the samples of the step before by one.
     """
     values = {s: sizes.get(str(s), n) for s, n in source.sizes.items()} | {BATCH: samples}
-    domains = domains_of(source, values)
-    makers = [list(makers_of(domain, k, sizes[str(BATCH)])) for k, domain in enumerate(domains)]
+    domains, rows = domains_of(source, values), source.folded.traced.rows
+    makers = [
+        list(makers_of(replace(domain, shape=domain.shape or (1,)), k, sizes[str(BATCH)]))
+        for k, domain in enumerate(domains)
+    ]
     levels = itertools.product(*(range(len(w)) for w in makers))
     for chosen in sorted(levels, key=lambda level: (sum(level), level))[:_TRIES]:
         first, texts = Batch(), []
         picked = [options[i] for options, i in zip(makers, chosen, strict=True)]
         for k, (domain, maker) in enumerate(zip(domains, picked, strict=True)):
-            first[domain.name] = maker.make(torch.Generator().manual_seed(2 + k))
+            first[domain.name] = maker.make(torch.Generator().manual_seed(2 + k)).view(domain.shape)
             texts.append(f"{domain.name}: {maker.text}")
-        steps_of = [{name: x.roll(step, 0) for name, x in first.items()} for step in range(steps)]
+        steps_of = [
+            {name: x if rows.get(name) == SHARED else x.roll(step, 0) for name, x in first.items()}
+            for step in range(steps)
+        ]
         yield [source.folded.traced.as_given(x) for x in steps_of], tuple(texts)
 
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError
-from autoptd.layout.sample_rows import PLAIN, find_rows
+from autoptd.layout.sample_rows import SHARED
 from autoptd.nest import Nest
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.plans.model import Plan
+from autoptd.runtime.batch import sample_count
 from autoptd.verification.smaller.smaller import Subject
 from autoptd.verification.trial import STEPS, trial_on
 from autoptd.verification.verdict import judge
@@ -92,15 +93,11 @@ def check(case: Case, only_build: bool = False, free: bool = True, fix: Mesh | N
             return Outcome(case.name, case.family, "built", step=step, seconds=time.monotonic() - began)
         fill_zeros(model)
         step = "trace"
-        examples = nest.nested(moved(batch, 0, 2))
+        examples = nest.nested(batch)
         loss = getattr(case, "loss", None)
         targets = {n: examples.pop(n) for n in getattr(case, "targets", ())} or None
         precision = "fp64" if dtype_of(model) == torch.float64 else "fp32"
         source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision=precision)
-        if source.folded.traced.conditions:  # it branches on sizes: traced again at those of the batch
-            examples = nest.nested(batch)
-            targets = {n: examples.pop(n) for n in targets or ()} or None
-            source = autoptd.trace(model, inputs=examples, loss=loss, targets=targets, precision=precision)
         found["tokens"] = SEQUENCE in source.sizes
         step = "plan"
         planned, others = _first_plan(source, batch, (fix,) if fix else getattr(case, "meshes", (FIX,)))
@@ -157,13 +154,14 @@ def _first_plan(source: TracedModel, batch: Batch, meshes: Sequence[Mesh]) -> tu
 
 
 def _plan(source: TracedModel, batch: Batch, fix: Mesh, world: int) -> Plan:
-    return autoptd.plan(source, world=world, cluster=CLUSTER, batch=samples_of(batch), optimizer=OPTIMIZER, fix=fix)
+    samples = samples_of(source, batch)
+    return autoptd.plan(source, world=world, cluster=CLUSTER, batch=samples, optimizer=OPTIMIZER, fix=fix)
 
 
 def _compared(source: TracedModel, planned: Plan, batch: Batch) -> dict[str, Any]:
     """Run all ranks and the plain model for two steps; the second has the samples in another order."""
     wide = {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
-    batches = [moved(wide, step) for step in range(STEPS)]
+    batches = [moved(source, wide, step) for step in range(STEPS)]
     verdict = judge(trial_on(Subject(source, planned, source), batches), planned)
     if verdict.agrees:
         return {"result": "trained", "difference": verdict.difference}
@@ -171,17 +169,16 @@ def _compared(source: TracedModel, planned: Plan, batch: Batch) -> dict[str, Any
     return {"result": "differs", "difference": verdict.difference, "where": where, "what": what}
 
 
-def samples_of(batch: Batch) -> int:
-    """Return the number of samples: that of the texts or else the targets, which have one row each, or of any input."""
-    first = (batch.get(n) for n in ("input_ids", "labels", "start_positions"))
-    return next(x for x in (*first, *batch.values()) if x is not None).shape[0]
+def samples_of(source: TracedModel, batch: Batch) -> int:
+    """Return the number of samples of a batch."""
+    return sample_count(source.folded.traced.by_sample(batch))
 
 
-def moved(batch: Batch, step: int, first: int | None = None) -> dict[str, Tensor]:
-    """Return the first samples of a batch, all unless `first` is given, after a shift of its samples by some."""
-    rows = find_rows(batch, samples_of(batch))
-    apart = {n: rows.get(n, PLAIN).apart(x).roll(step, 0)[:first] for n, x in batch.items()}
-    return {n: rows.get(n, PLAIN).joined(x) for n, x in apart.items()}
+def moved(source: TracedModel, batch: Batch, step: int) -> dict[str, Tensor]:
+    """Return a batch after a shift of its samples by some."""
+    traced = source.folded.traced
+    apart = traced.by_sample(batch)
+    return traced.as_given({n: x if traced.rows.get(n) == SHARED else x.roll(step, 0) for n, x in apart.items()})
 
 
 def split_share(planned: Plan, model: nn.Module) -> float:

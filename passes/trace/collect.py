@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import sympy
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from autoptd.errors import TraceError
+from autoptd.layout.sample_rows import PLAIN, SHARED, Rows
 from autoptd.passes.graph import source_line
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.specialize_sizes import conditions_of, fixed_at
@@ -18,7 +19,7 @@ from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
 
 def collect(
     program: torch.export.ExportedProgram,
-    fake: Sequence[str],
+    rows: Rows,
     names: Mapping[str, str],
     frozen: set[str],
     batch: int,
@@ -31,7 +32,7 @@ def collect(
     buffers: dict[str, str] = {}
     inputs: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
-    user = iter(fake)
+    user = iter(rows)
     for spec in program.graph_signature.input_specs:
         arg = spec.arg.name
         if spec.kind == InputKind.PARAMETER:
@@ -49,7 +50,8 @@ def collect(
             inputs[arg] = next(user)
         else:
             raise TraceError(f"the model closes over a {spec.kind.name.lower()}", fix="pass tensors as inputs")
-    symbol, sizes, example = _name_symbols(graph, inputs, batch)
+    counted = {arg for arg, name in inputs.items() if rows[name] != SHARED}
+    symbol, sizes, example = _name_symbols(graph, inputs, counted, batch)
     return Traced(
         graph=graph,
         parameters=parameters,
@@ -63,13 +65,14 @@ def collect(
         aliases={n: c for n, c in names.items() if n != c},
         frozen=frozenset(names[n] for n in frozen),
         objective=objective,
+        rows={name: row for name, row in rows.items() if row != PLAIN},
     )
 
 
 def _name_symbols(
-    graph: fx.GraphModule, inputs: Mapping[str, str], batch: int
+    graph: fx.GraphModule, inputs: Mapping[str, str], counted: Collection[str], batch: int
 ) -> tuple[dict[sympy.Symbol, sympy.Expr], dict[sympy.Symbol, tuple[str, int]], dict[sympy.Symbol, int]]:
-    """Name torch's symbols b (dim 0 of the inputs), s (the first other size) and s2, s3 … (one per further size).
+    """Name torch's symbols b (dim 0 of inputs with samples), s (the first other size) and s2, s3 … (one for each more).
 
     torch.export gives equal sizes of different inputs different symbols unless the model forces them to agree.
     """
@@ -77,24 +80,26 @@ def _name_symbols(
     sizes: dict[sympy.Symbol, tuple[str, int]] = {}
     example: dict[sympy.Symbol, int] = {}
     by_size: dict[int, sympy.Symbol] = {}
-    baked = []
+    baked, tied = list[str](), list[str]()
     for node in graph.graph.nodes:
         if node.op != "placeholder" or node.name not in inputs:
             continue
         for dim, size in enumerate(node.meta["val"].shape):
             # use the hint: comparing the symbolic size itself would specialise it
             hint = int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
-            counts_samples = dim == 0 and hint == max(2, batch)
+            counts_samples = dim == 0 and node.name in counted
             expr = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
             if expr.is_Integer and counts_samples:
                 baked.append(inputs[node.name])
             if not isinstance(expr, sympy.Symbol):
+                tied += [inputs[node.name]] * (counts_samples and not expr.is_Integer)
                 continue
             if counts_samples:
                 ours = BATCH
             else:
                 fresh = SEQUENCE if not by_size else sympy.Symbol(f"s{len(by_size) + 1}", integer=True, positive=True)
                 ours = by_size.setdefault(hint, fresh)
+            tied += [inputs[node.name]] * (expr in symbol and (symbol[expr] == BATCH) != counts_samples)
             symbol[expr] = ours
             sizes.setdefault(ours, (inputs[node.name], dim))
             example.setdefault(ours, hint)
@@ -104,6 +109,14 @@ def _name_symbols(
             where=_baked_at(graph, max(2, batch)) or f"input {baked[0]!r}, in code of torch that forward calls",
             fix="write shapes with x.size(0) or -1 instead of numbers; remove branches on the batch size and loops "
             "over samples",
+        )
+    if tied:
+        raise TraceError(
+            f"the model ties a size of input {tied[0]!r} to that of another input: one of them counts samples, as it "
+            "seems, and the other does not",
+            where=f"input {tied[0]!r}",
+            fix="give inputs a row of dim 0 for each sample; a table for all samples has another size there in the "
+            "example inputs",
         )
     return symbol, sizes, example
 

@@ -93,25 +93,24 @@ def conditions_of(
     values = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
     sizes: Iterator[Any] = (n for x in values if isinstance(x, Tensor) for n in x.shape if isinstance(n, torch.SymInt))
     env: ShapeEnv | None = next((n.node.shape_env for n in sizes), None)
-    found: dict[sympy.Basic, str] = {}
+    found: dict[sympy.Basic, SizeCondition] = {}
     for guard in [] if env is None else env.guards:
         relation = env.replace(guard.expr)  # type: ignore[union-attr]
         if relation.free_symbols and relation.free_symbols <= symbols.keys():
             relation = in_sympy(relation.xreplace(symbols))
-            if not _always(relation) and not (loops and BATCH in relation.free_symbols):
-                found.setdefault(relation, _line_of(guard) or "code of a library that forward calls")
-    return tuple(SizeCondition(relation, where) for relation, where in found.items())
+            condition = SizeCondition(relation, _line_of(guard) or "code of a library that forward calls")
+            if not _always(condition) and not (loops and BATCH in relation.free_symbols):
+                found.setdefault(relation, condition)
+    return tuple(found.values())
 
 
 _TRIED = (2, 3, 5, 8, 64, 1000, 4096, 10**6)  # sizes for which a relation must hold to hold for all
 
 
-def _always(relation: sympy.Basic) -> bool:
-    given = sorted(relation.free_symbols, key=str)
-    return all(
-        relation.subs(dict(zip(given, (*sizes, *_TRIED), strict=False))) == sympy.true
-        for sizes in itertools.product(_TRIED, repeat=min(len(given), 2))
-    )
+def _always(condition: SizeCondition) -> bool:
+    given = sorted(condition.names)
+    tried = itertools.product(_TRIED, repeat=min(len(given), 2))
+    return all(condition.holds(dict(zip(given, (*sizes, *_TRIED), strict=False))) for sizes in tried)
 
 
 def _line_of(guard: Any) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
-from autoptd.layout.sample_rows import SampleRows, count_samples, find_rows
+from autoptd.layout.sample_rows import SHARED, Rows, readings, samples_in
 from autoptd.passes.custom_grad.hooks import ForwardHooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
@@ -64,18 +64,20 @@ def trace(
     repeats: bool = True,
     averaging: Averaging = "global",
     samples: int = 0,
+    rows: Rows | None = None,
 ) -> Traced:
     """Trace `model(**inputs)` to its scalar loss.
 
     `inputs` are example keyword tensors whose dim 0 counts samples, including the targets of an objective; only shapes
     and dtypes are read. `model` is the one that `Objective.joined` returned. With `repeats`, equal modules are traced
     once and copied for every call, which gives the same graph in less time. `samples`: trace with so many samples, and
-    record loops over them (`loops/sample_loops.py`); else done only if the model cannot be traced without.
+    record loops over them (`loops/sample_loops.py`); else done only if the model cannot be traced without. `rows`: what
+    the inputs' dims are; default, the likeliest.
     Raises InputsError (unsuitable inputs), UnsupportedOp (a size depends on data), TraceError (anything else).
     """
     if not samples:
         try:
-            return _traced(model, inputs, loss, precision, repeats, averaging, 0)
+            return _traced(model, inputs, loss, precision, repeats, averaging, 0, rows)
         except TraceError as error:
             if not may_loop(error):
                 raise
@@ -83,16 +85,13 @@ def trace(
         bakes = "bakes the batch size" in first.what
         with suppress(TraceError):
             if bakes:
-                return _traced(model, inputs, loss, precision, repeats, averaging, 0, ints=True)
+                return _traced(model, inputs, loss, precision, repeats, averaging, 0, rows, ints=True)
         try:
-            return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0])
+            return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0], rows)
         except TraceError as error:
             further = isinstance(error, UnsupportedOp) and error.where != first.where
-            with suppress(TraceError):  # what has several rows per sample may be without samples
-                if bakes and find_rows(inputs, count_samples(inputs)):
-                    return _traced(model, inputs, loss, precision, repeats, averaging, 0, several_rows=False)
             raise (error if further else first) from (error if further else first).__cause__
-    return _traced(model, inputs, loss, precision, False, averaging, samples)
+    return _traced(model, inputs, loss, precision, False, averaging, samples, rows)
 
 
 def _traced(
@@ -103,22 +102,21 @@ def _traced(
     repeats: bool,
     averaging: Averaging,
     samples: int,
-    several_rows: bool = True,
+    rows: Rows | None,
     ints: bool = False,
 ) -> Traced:
     check_inputs(inputs)
     refuse_scripted(model)
     refuse_unseen_hooks(model)
     names = canonical_names(model)
-    batch = count_samples(inputs)
-    rows = find_rows(inputs, batch) if several_rows else {}
-    apart = {n: rows[n].apart(x) if n in rows else x for n, x in inputs.items()}
+    rows = rows or next(readings(inputs))
+    apart = {n: rows[n].apart(x) for n, x in inputs.items()}
     # at least 2 samples: torch.export bakes in sizes of 1
-    count = samples or max(2, batch)
-    shapes = {n: ((count, *x.shape[1:]) if _counts_samples(x, batch) else x.shape) for n, x in apart.items()}
+    count = samples or max(2, samples_in(inputs, rows))
+    shapes = {n: x.shape if rows[n] == SHARED else (count, *x.shape[1:]) for n, x in apart.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     objective, _ = read_objective(loss, inputs)
-    counted = [n for n, x in apart.items() if _counts_samples(x, batch) and n not in objective.targets]
+    counted = [n for n in apart if rows[n] != SHARED and n not in objective.targets]
     known = KnownInputs(samples, equal_rows(apart, counted)) if samples else None
     fixed = picture_dims(specs) | {(name, 1) for name, row in rows.items() if row.rows > 1}
     exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known, ints=ints), OwnCalls()
@@ -136,12 +134,12 @@ def _traced(
         else:
             program = exporter.functional(program, repeats=repeats)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    traced = collect(program, list(inputs), names, frozen, count, objective, known is not None)
+    traced = collect(program, rows, names, frozen, count, objective, known is not None)
     _refuse_shared_updates(model, traced)
     long = any(len(shape) > 1 and (name, 1) not in fixed for name, (shape, _) in specs.items())
     if long and SEQUENCE not in traced.sizes:
         traced.length_fixed = because or "code of a library that forward calls"
-    traced.averaging, traced.rows, traced.left_out = averaging, rows, tuple(sorted(exporter.left_out))
+    traced.averaging, traced.left_out = averaging, tuple(sorted(exporter.left_out))
     if known is not None:
         traced.loops, traced.known = True, {name: known.rows[name] for name in sorted(known.used)}
     traced.own, traced.settled, traced.written = own, exporter.settled, frozenset(exporter.written)
@@ -190,7 +188,7 @@ class _Exporter:
     specs: Specs
     objective: Objective
     precision: str
-    rows: Mapping[str, SampleRows]
+    rows: Rows
     fixed: frozenset[InputDim] = frozenset()  # static input dims
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)  # input -> dtype that it is cast to on entry
     skips: Skips = field(default_factory=Skips)
@@ -320,7 +318,8 @@ class _Exporter:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
             if self.settled:
                 settle(model, lambda: objective.value(model, fake))
-        kinds = dict.fromkeys(self.fixed, Dim.STATIC)
+        fixed = self.fixed | {(name, d) for name, x in fake.items() for d, size in enumerate(x.shape) if size == 1}
+        kinds = dict.fromkeys(fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
         hooks = ForwardHooks(model)
 
@@ -393,7 +392,3 @@ def _name_new_buffers(program: torch.export.ExportedProgram) -> None:
     values = {node.name: node for node in new}
     output.args = ((loss,),)
     output.kwargs = {placeholders[name]: values[made] for made, name in signature.buffers_to_mutate.items()}
-
-
-def _counts_samples(x: Tensor, batch: int) -> bool:
-    return x.ndim > 0 and x.shape[0] == batch

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from autoptd.layout.sample_rows import PLAIN, SampleRows
+from autoptd.layout.sample_rows import PLAIN, SampleRows, samples_first
 from autoptd.layout.size_conditions import SizeCondition
 from autoptd.passes.custom_grad.trace_calls import OwnCalls
 from autoptd.passes.trace.loss import Objective
@@ -86,7 +86,7 @@ class Traced:
 
     def by_sample(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch with a row of dim 0 for each sample in every tensor."""
-        return {name: self.rows.get(name, PLAIN).apart(x) for name, x in batch.items()}
+        return {name: self.rows.get(name, PLAIN).apart(batch[name]) for name in samples_first(batch, self.rows)}
 
     def as_given(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch as the user's model takes it, of one with a row of dim 0 for each sample."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoptd.layout.sample_rows import PLAIN, SampleRows, count_samples, find_rows
+from autoptd.layout.sample_rows import (
+    PLAIN,
+    SHARED,
+    SampleRows,
+    count_samples,
+    find_rows,
+    readings,
+    samples_first,
+    with_samples,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +26,9 @@ from autoptd.layout.sample_rows import PLAIN, SampleRows, count_samples, find_ro
         ((8, 4, 7), torch.int64, SampleRows(1)),  # an equal dim before a multiple
         ((8, 4, 7), torch.float64, SampleRows(0, 2)),  # pixels: dim 0 first
         ((1, 3, 8, 40), torch.float64, SampleRows(3, 10)),
-        ((5,), torch.float64, None),
+        ((5,), torch.float64, SHARED),
+        ((), torch.float64, SHARED),
+        ((6, 6), torch.bool, SHARED),
     ],
     ids=str,
 )
@@ -34,3 +45,24 @@ def test_taken_apart_and_joined_again(rows: SampleRows) -> None:
 
 def test_most_inputs_say_how_many_samples_there_are() -> None:
     assert count_samples({"pixels": torch.zeros(12, 3), "ids": torch.zeros(4, 7), "labels": torch.zeros(4, 7)}) == 4
+
+
+def test_ids_say_more_than_tables_for_each_position() -> None:
+    positions, mask = torch.zeros(6, 16), torch.zeros(6, 6, dtype=torch.bool)
+    inputs = {"ids": torch.zeros(8, 6, dtype=torch.int64), "positions": positions, "mask": mask}
+    assert count_samples(inputs) == 8
+    assert [rows["positions"] for rows in readings(inputs)][:2] == [SampleRows(1, 2), SHARED]
+    assert count_samples({"scale": torch.zeros(())}) == 0
+
+
+def test_examples_of_more_samples_keep_their_form() -> None:
+    inputs = {
+        "scale": torch.ones(()),
+        "ids": torch.ones(2, 7, dtype=torch.int64),
+        "patches": torch.ones(6, 3),
+        "positions": torch.ones(3, 2),
+    }
+    rows = next(readings(inputs))
+    shapes = {name: list(x.shape) for name, x in with_samples(inputs, rows, 8).items()}
+    assert shapes == {"scale": [], "ids": [8, 7], "patches": [24, 3], "positions": [3, 8]}
+    assert samples_first(inputs, rows) == ["ids", "patches", "positions", "scale"]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import InputsError, UnsupportedOp
-from autoptd.layout.sample_rows import with_samples
 from autoptd.layout.size_conditions import SizeCondition
 
 SAMPLES, TOKENS = 8, 6
@@ -81,17 +80,6 @@ def test_a_model_is_traced_again_for_the_samples_of_a_step(branch: Branch) -> No
 def test_parts_of_a_batch_that_a_step_has_and_the_example_has_not_are_refused(branch: Branch) -> None:
     with pytest.raises(UnsupportedOp, match="works across samples"):
         autoptd.plan(traced(branch, 2), world=1, batch=SAMPLES, cluster="dgx-h100")
-
-
-def test_examples_of_more_samples_keep_their_form() -> None:
-    rows = {
-        "ids": torch.ones(2, 6),
-        "patches": torch.ones(6, 3),
-        "positions": torch.ones(3, 2),
-        "scale": torch.ones(()),
-    }
-    shapes = {name: list(x.shape) for name, x in with_samples(rows, 8).items()}
-    assert shapes == {"ids": [8, 6], "patches": [24, 3], "positions": [3, 8], "scale": []}
 
 
 @pytest.mark.parametrize("branch", [compared, repeated])

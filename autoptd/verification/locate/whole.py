@@ -128,8 +128,9 @@ def microbatches(layout: Layout, batch: Mapping[str, Tensor]) -> Iterator[tuple[
     """Yield (dp rank, number, index of its first sample in the batch, tensors) of every microbatch of a step."""
     first = 0
     for dp in range(layout.mesh.dp):
-        share = {name: x.tensor_split(layout.mesh.dp)[dp] for name, x in batch.items()}
-        cut = cut_batch(share, layout.inputs, layout.micro, layout.microbatches, torch.device("cpu"))
+        parts, shared = layout.mesh.dp, layout.shared
+        share = {name: x if name in shared else x.tensor_split(parts)[dp] for name, x in batch.items()}
+        cut = cut_batch(share, layout.inputs, layout.micro, layout.microbatches, torch.device("cpu"), shared)
         for number, micro in enumerate(cut):
             yield dp, number, first, micro
             first += sample_count(micro)
