@@ -58,7 +58,7 @@ def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) ->
         equation = env.replace(guard.expr)
         if isinstance(equation, sympy.Eq) and not _bounds(equation):
             bound |= _tied(equation.lhs - equation.rhs, samples)
-    bound |= _shared_out(program, samples)
+    bound |= _shared_out(program, samples) | _index_sizes(program)
     found = {at for at, size in dims.items() if not bound.isdisjoint(size.node.expr.free_symbols)}
     constant = {at for at, size in every.items() if isinstance(size, int)}
     numbers = {(at[1], _example(every[at])) for at in found | constant if at[1] > 0}
@@ -151,6 +151,18 @@ def _shared_out(program: torch.export.ExportedProgram, samples: Collection[sympy
         symbols = set(part.free_symbols)
         if type(part).__name__ == "FloorDiv" and not symbols.isdisjoint(samples):
             found |= symbols.difference(samples)
+    return found
+
+
+def _index_sizes(program: torch.export.ExportedProgram) -> set[sympy.Symbol]:
+    """Return the symbols of indices of writes that meet a number in another index: torch does not compare them."""
+    found = set[sympy.Symbol]()
+    for node in program.graph.nodes:
+        if "index_put" in str(node.target):
+            shapes = [x.meta["val"].shape[::-1] for x in node.args[1] if isinstance(x, fx.Node)]
+            for sizes in itertools.zip_longest(*shapes, fillvalue=1):
+                if any(isinstance(n, int) and n != 1 for n in sizes):
+                    found |= {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
     return found
 
 
