@@ -27,7 +27,7 @@ from autoptd.passes.graph import module_stack
 from autoptd.passes.sharding.sharding import Sharding
 
 # attributes of emitted modules
-_BLOCK_NAMES = frozenset({"tp", "dropout", "_first"})
+_BLOCK_NAMES = frozenset({"tp", "cp", "ep", "dp", "dropout", "_first"})
 _STAGE_NAMES = _BLOCK_NAMES | {
     "draws",
     "inputs",
@@ -43,6 +43,7 @@ _STAGE_NAMES = _BLOCK_NAMES | {
     "reads_counts",
     "summed",
     "update_buffers",
+    "shared_inputs",
 }
 # names that emitted files use, which no block class may have
 _READ = TAKEN | {

@@ -15,11 +15,12 @@ from autoptd.codegen.names import GLOBALS, Names
 from autoptd.codegen.quoting import checked_name, literal
 from autoptd.errors import TraceError
 from autoptd.layout.placements import B
+from autoptd.layout.sample_rows import SHARED
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, info, output_of
 from autoptd.passes.losses.loss_form import count_index, is_count, partial_slices, row_slices
 from autoptd.passes.sharding.sharding import Sharding
-from autoptd.passes.trace.traced import Traced
+from autoptd.passes.trace.traced import BATCH, Traced
 
 FUNCTIONS = ("loss_counts", "loss_of")
 _ARGUMENTS = ("self", "counts")  # arguments of forward that are not inputs
@@ -30,9 +31,15 @@ def count_text(node: fx.Node) -> str:
     return f"counts[{count_index(node)}]"
 
 
-def buffer_text(traced: Traced, node: fx.Node) -> str:
-    """Return the text of a buffer or constant of a stage."""
+def state_text(traced: Traced, node: fx.Node) -> str:
+    """Return the text of a buffer or constant of a stage, or of an input that all samples share."""
+    if node.name in traced.inputs:
+        return _shared_text(traced.inputs[node.name])
     return attribute(traced.buffers.get(node.name) or node.name, "get_buffer")
+
+
+def _shared_text(name: str) -> str:
+    return f"self.shared_inputs[{literal(name)}]"
 
 
 def size_source(traced: Traced, symbol: sympy.Symbol, have: Mapping[str, fx.Node]) -> tuple[str, int]:
@@ -125,7 +132,7 @@ class LossFunctions:
                 body.bind(node, B, count_text(node))
             else:
                 held = True
-                body.bind(node, B, buffer_text(traced, node))
+                body.bind(node, B, state_text(traced, node))
         body.prelude([n for n in nodes if n.op == "call_function"])
         sizes = []
         for symbol in sorted(body.sizes, key=str):
@@ -151,7 +158,7 @@ class LossFunctions:
         for node in graph.nodes:
             if node.op == "placeholder":
                 known = count_text(node) if is_count(node) else ""
-                body.bind(node, B, given.get(node) or known or buffer_text(self.traced, node))
+                body.bind(node, B, given.get(node) or known or state_text(self.traced, node))
         body.prelude([n for n in graph.nodes if n.op == "call_function"])
         (loss,) = output_of(graph).args
         lines = ["def loss_of(self: Stage, sums: Tensor, counts: tuple[Tensor, ...]) -> Tensor:"]
@@ -160,11 +167,20 @@ class LossFunctions:
         lines += ["    device = sums.device"] if body.uses_device else []
         if form.rows:
             lines.append(f"    rows = sums[{form.width}:].view(-1, {form.row_width})")
-        lines += [f"    {symbol} = rows.size(0)" for symbol in sorted(body.sizes, key=str)]
+        lines += [f"    {symbol} = {size_text(self.traced, symbol)}" for symbol in sorted(body.sizes, key=str)]
         lines += [f"    {line}" for line in body.lines]
         assert isinstance(loss, fx.Node)
         lines.append(f"    return {body.held[loss, B]}")
         return "\n".join(lines) + "\n"
+
+
+def size_text(traced: Traced, symbol: sympy.Symbol) -> str:
+    """Return the text of a size in a function of the whole batch: its samples, or a dim of what they share."""
+    if symbol == BATCH:
+        return "rows.size(0)"
+    shared = [input_node(traced, name) for name, rows in traced.rows.items() if rows == SHARED]
+    node = next(node for node in shared if symbol in info(node).shape)
+    return f"{_shared_text(traced.inputs[node.name])}.size({info(node).shape.index(symbol)})"
 
 
 def rows_text(start: int, stop: int, shape: tuple[int, ...], dtype: torch.dtype) -> str:

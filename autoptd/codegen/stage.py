@@ -31,7 +31,7 @@ from autoptd.codegen.blocks import BlockNames, BlockSegments, pieces_of
 from autoptd.codegen.body import Body, Made
 from autoptd.codegen.buffers import BufferFunctions
 from autoptd.codegen.expressions import size_text, value_text
-from autoptd.codegen.loss import LossFunctions, buffer_text, count_text, input_node, names_of, size_source
+from autoptd.codegen.loss import LossFunctions, count_text, input_node, names_of, size_source, state_text
 from autoptd.codegen.names import hint
 from autoptd.codegen.quoting import literal, numbered
 from autoptd.codegen.recompute import in_place_of, recomputation_of
@@ -153,7 +153,7 @@ def _declare(writer: _StageWriter, preludes: Sequence[fx.Node], first: int, last
         shape = value_text(tuple(info(node).shape))
         keep = ", persistent=False" if name in traced.transient or node.name not in traced.buffers else ""
         writer.setup.append(f"buffer(self, {literal(name)}, {shape}, {dtype_text(info(node).dtype)}{keep})")
-        writer.body.bind(node, B, buffer_text(traced, node))
+        writer.body.bind(node, B, state_text(traced, node))
 
 
 def _write_piece(

@@ -11,8 +11,8 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from autoptd.errors import InputsError, PlanError, TraceError, nearest
-from autoptd.layout.sample_rows import Rows, readings, with_samples
+from autoptd.errors import InputsError, PlanError, TraceError, UnsupportedOp, nearest
+from autoptd.layout.sample_rows import PLAIN, SHARED, Rows, readings, with_samples
 from autoptd.layout.size_conditions import all_hold
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
@@ -166,11 +166,39 @@ def read_model(
     first: TraceError | None = None
     for rows in readings(examples):
         try:
-            return traced_with(examples, rows)
+            found = traced_with(examples, rows)
+            _refuse_two_readings(examples, rows, traced_with)
+            return found
         except TraceError as error:
             first = first or error
+            if isinstance(error, UnsupportedOp) and set(rows.values()) <= {PLAIN, SHARED}:  # no guess is left
+                first = error
+                break
     assert first is not None
     raise first from first.__cause__
+
+
+def _refuse_two_readings(
+    examples: Mapping[str, Tensor], rows: Rows, traced_with: Callable[[Mapping[str, Tensor], Rows], TracedModel]
+) -> None:
+    """Raise InputsError for an input that may have several rows for each sample, if all samples may share it as well.
+
+    A data-parallel rank is given its part of the one and all of the other.
+    """
+    guessed = {name: row for name, row in rows.items() if row not in (PLAIN, SHARED)}
+    if not guessed:
+        return
+    try:
+        shared = traced_with(examples, {**rows, **dict.fromkeys(guessed, SHARED)})
+    except Exception:  # noqa: BLE001  whatever a library raises where sizes do not fit
+        return
+    if not shared.folded.loss_form.refused:
+        name, row = next(iter(guessed.items()))
+        raise InputsError(
+            f"input {name!r} of shape {list(examples[name].shape)} may have {row}, or be shared by all samples",
+            where=f"inputs: {name}",
+            fix="give example inputs of another number of samples, such as 3 or 7, for which only one is possible",
+        )
 
 
 def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:

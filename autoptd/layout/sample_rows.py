@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -85,11 +84,8 @@ def count_samples(inputs: Mapping[str, Tensor]) -> int:
 
 
 def _counts(inputs: Mapping[str, Tensor]) -> list[int]:
-    """Return the sizes of dim 0, those that most inputs have first. Ids and labels say more than tables and masks."""
-    sizes = Counter[int]()
-    for x in inputs.values():
-        if x.ndim:
-            sizes[x.shape[0]] += 3 if x.dtype in (torch.int64, torch.int32) else 1
+    """Return the sizes of dim 0, those that most inputs have first, then those of earlier inputs."""
+    sizes = Counter(x.shape[0] for x in inputs.values() if x.ndim)
     return [size for size, _ in sizes.most_common(_MOST)]
 
 

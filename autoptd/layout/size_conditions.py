@@ -58,5 +58,7 @@ def refuse_other_sizes(conditions: Iterable[SizeCondition], sizes: Mapping[str, 
             raise kind(
                 f"the model's code depends on sizes: it was traced where {condition}, but here {given}{of}",
                 where=condition.where,
-                fix="trace it with example inputs of these sizes; or remove the branch on a size",
+                fix="give two samples or more; or remove the branch on a size"
+                if sizes.get(SAMPLES) == 1 and SAMPLES in condition.names
+                else "trace it with example inputs of these sizes; or remove the branch on a size",
             )

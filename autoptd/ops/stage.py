@@ -88,6 +88,7 @@ class Stage(nn.Module):
         if dp is not None:
             self.dp = dp
         self.dropout = dropout
+        self.shared_inputs: dict[str, Tensor] = {}  # the step's inputs that have no samples
 
     def loss_counts(self, **inputs: Any) -> tuple[Tensor, ...]:
         """Return one microbatch's contribution to each count of the batch, from the model inputs `count_inputs`.

@@ -119,7 +119,7 @@ class Trainer:
         raise InputsError and no parameter changes.
         """
         self._check_loaded()
-        microbatches = self._inputs.take(batch, self.layout.microbatches, self._check)
+        microbatches = self._microbatches(batch, self.layout.microbatches, self._check)
         self._dropout.active = True
         self._use_running(False)
         self._dropout.share = self._share_starts(sum(map(sample_count, microbatches)))
@@ -158,6 +158,15 @@ class Trainer:
         self._dropout.step += 1
         return outcome[0]
 
+    def _microbatches(
+        self, batch: Mapping[str, Any], count: int | None, check: Callable[[], None] = lambda: None
+    ) -> list[Microbatch]:
+        """Return the microbatches of a step; the stages get the inputs that all samples share."""
+        found = self._inputs.take(batch, count, check)
+        for stage in self.stages:
+            stage.shared_inputs = {name: found[0][name] for name in self.layout.shared}
+        return found
+
     def _loss_total(self, microbatches: Sequence[Microbatch]) -> LossTotal:
         """Return the accumulator of the last stage's loss. A collective over dp, if that loss reads rows of samples."""
         last, dp, device = self.stages[-1], self.communicators.dp, self.communicators.device
@@ -188,7 +197,7 @@ class Trainer:
         self._check_loaded()
         check_evaluates(self.layout)
         whole = self.layout.one_microbatch or self.layout.statistics == "batch"
-        microbatches = self._inputs.take(batch, 1 if whole else None)
+        microbatches = self._microbatches(batch, 1 if whole else None)
         self._dropout.active = False
         self._use_running(True)
         own = len(microbatches)

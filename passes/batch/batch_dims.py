@@ -77,11 +77,14 @@ def proportional(size: sympy.Expr) -> bool:
     return not grows(sympy.expand(size / BATCH)) or not grows(sympy.simplify(size / BATCH))
 
 
+_COUNTS = (2, 3, 4, 8, 60, 1009, 10**6 + 3)  # numbers of samples for which a size may differ: max(b, 4), b % 12
+
+
 def counts_in(value: object) -> bool:
     """Return whether a number among an op's arguments changes with the number of samples."""
     if isinstance(value, (tuple, list)):
         return any(map(counts_in, value))
-    return isinstance(value, sympy.Basic) and bool(value.subs(BATCH, 2) != value.subs(BATCH, 4))
+    return isinstance(value, sympy.Basic) and len({value.subs(BATCH, n) for n in _COUNTS}) > 1
 
 
 def makes_new(node: fx.Node) -> bool:

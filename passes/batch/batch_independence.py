@@ -25,13 +25,13 @@ from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import sympy
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.ops.random import DRAWS
 from autoptd.passes.batch.batch_dims import (
     SamplePlace,
+    counts_in,
     counts_samples,
     forget_place,
     grows,
@@ -78,7 +78,7 @@ from autoptd.passes.rules.lookup import resolve
 from autoptd.passes.rules.prove import frozen
 from autoptd.passes.rules.table import RULES
 from autoptd.passes.rules.views import quotient
-from autoptd.passes.trace.traced import BATCH, Traced
+from autoptd.passes.trace.traced import Traced
 
 States: TypeAlias = "tuple[State, ...]"
 
@@ -247,7 +247,7 @@ class Propagation:
     def _from_constants(self, node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
         """Return the state of an output that depends on no sample; it may still depend on their number."""
         if not counts_samples(tensor):
-            return Across(node, _COUNTS) if _has_batch(_flat((call.args, tuple(call.kwargs.values())))) else None
+            return Across(node, _COUNTS) if counts_in((call.args, tuple(call.kwargs.values()))) else None
         place = (
             place_anywhere(tensor, self.slower)
             if target_name(call.target) in ("broadcast_to", "expand", "expand_as", "repeat")
@@ -264,7 +264,7 @@ def _drawn(node: fx.Node, states: Sequence[State]) -> State:
     if place is not None:
         return Rows(place)
     numbers = [a for a in node.args[1:] if not isinstance(a, (list, tuple))]
-    return Across(node, _COUNTS) if counts_samples(info(node)) or _has_batch(numbers) else None
+    return Across(node, _COUNTS) if counts_samples(info(node)) or counts_in(numbers) else None
 
 
 def _is_random(call: OpCall) -> bool:
@@ -275,7 +275,7 @@ def _is_random(call: OpCall) -> bool:
 def _fill_state(node: fx.Node, call: OpCall) -> State:
     """Return the state of `zeros`, `full_like` and similar ops."""
     values = [*(a for a in call.args if not isinstance(a, (list, tuple))), *call.kwargs.values()]
-    if _has_batch(values):
+    if counts_in(values):
         return Across(node, _COUNTS)
     return FILLED if counts_samples(call.outputs[0]) else None
 
@@ -309,7 +309,7 @@ def _moved(node: fx.Node, states: Sequence[State]) -> Any:
 
 def _counting(node: fx.Node, call: OpCall) -> Iterator[States]:
     """Yield states for an op that depends on the number of samples by a non-shape argument or a gradient's scale."""
-    if target_name(call.target) not in _SHAPED and _has_batch(_flat((call.args, tuple(call.kwargs.values())))):
+    if target_name(call.target) not in _SHAPED and counts_in((call.args, tuple(call.kwargs.values()))):
         yield (Across(node, _COUNTS),) * len(call.outputs)
     if target_name(call.target) == "embedding" and call.arg(3, "scale_grad_by_freq", False):
         fix = "remove scale_grad_by_freq"
@@ -321,16 +321,6 @@ def _tallied(node: fx.Node, states: Sequence[State], found: States) -> States:
     if not isinstance(found[0], Across) or found[0].pairs:
         return found
     return tuple(replace(s, tally=counted(node, states)) if isinstance(s, Across) else s for s in found)
-
-
-def _has_batch(values: Sequence[object]) -> bool:
-    """Return whether a number among the values changes with the number of samples."""
-    numbers = [a for a in values if isinstance(a, sympy.Basic)]
-    return any(a.subs(BATCH, 2) != a.subs(BATCH, 4) for a in numbers)
-
-
-def _flat(value: Any) -> list[Any]:
-    return [item for v in value for item in _flat(v)] if isinstance(value, (tuple, list)) else [value]
 
 
 _Found: TypeAlias = "str | tuple[SamplePlace | None, ...]"  # why an op mixes samples, or their places in its outputs

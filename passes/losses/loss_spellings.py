@@ -22,9 +22,10 @@ import sympy
 import torch
 from torch import fx
 
+from autoptd.errors import TraceError
 from autoptd.ops import library as ops
 from autoptd.passes.batch.batch_dims import counts_in, counts_samples, grows, is_whole
-from autoptd.passes.graph import WRITTEN_FOR, info, is_float, numel, op_call, op_name, operands, write_op
+from autoptd.passes.graph import WRITTEN_FOR, info, is_float, numel, op_call, op_name, operands, source_line, write_op
 from autoptd.passes.opcall import Size
 from autoptd.passes.rules.op_notations import chosen
 from autoptd.passes.trace.traced import BATCH, Traced
@@ -217,6 +218,12 @@ def _cross_entropy(w: _SumWriter) -> fx.Node | None:
     logits, labels, weight = given["input"], given["target"], given["weight"]
     if given["reduction"] not in (MEAN, SUM):
         return None
+    if weight is not None and counts_samples(info(weight)):
+        raise TraceError(
+            f"the weights of classes have {info(weight).shape[0]} elements: they seem to be of samples, b",
+            where=source_line(w.node),
+            fix="give example inputs of another number of samples than there are classes",
+        )
     soft = is_float(info(labels).dtype)
     total = _summed(w, given) if soft or weight is not None else _summed_plain(w, given)
     if given["reduction"] == SUM:

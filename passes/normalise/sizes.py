@@ -57,6 +57,12 @@ def in_our_symbols(value: object, traced: Traced, node: fx.Node) -> Any:
             fix=KEEP_TENSORS if reads else "use a fixed-capacity form such as torch.topk, or a mask with torch.where",
         )
     ours = in_sympy(expr.xreplace(traced.symbol))
+    if isinstance(value, torch.SymBool) and not isinstance(ours, sympy.logic.boolalg.BooleanAtom):
+        raise UnsupportedOp(
+            f"{op_name(node)} takes a comparison of sizes, {ours}, for a number",
+            where=source_line(node),
+            fix="branch on it, as in 2.0 if x.size(0) > 4 else 1.0",
+        )
     if name := unknown_function(ours):
         raise UnsupportedOp(
             f"a size is computed by {name}", where=source_line(node), fix="compute sizes by +, -, *, //, %, min and max"

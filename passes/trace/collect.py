@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import sympy
 import torch
@@ -11,9 +12,9 @@ from torch.export.graph_signature import InputKind
 
 from autoptd.errors import TraceError
 from autoptd.layout.sample_rows import PLAIN, SHARED, Rows
-from autoptd.passes.graph import source_line
+from autoptd.passes.graph import output_of, source_line
 from autoptd.passes.trace.loss import Objective
-from autoptd.passes.trace.specialize_sizes import conditions_of, fixed_at
+from autoptd.passes.trace.specialize_sizes import Branches, conditions_of, fixed_at
 from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
 
 
@@ -24,6 +25,7 @@ def collect(
     frozen: set[str],
     batch: int,
     objective: Objective,
+    branches: Branches,
     loops: bool,
 ) -> Traced:
     graph = program.graph_module
@@ -61,7 +63,7 @@ def collect(
         symbol=symbol,
         sizes=sizes,
         example=example,
-        conditions=conditions_of(graph, symbol, loops),
+        conditions=conditions_of(graph, symbol, branches, loops),
         aliases={n: c for n, c in names.items() if n != c},
         frozen=frozenset(names[n] for n in frozen),
         objective=objective,
@@ -127,3 +129,23 @@ def _baked_at(graph: fx.GraphModule, batch: int) -> str:
         return found
     mapped = (n for n in graph.graph.nodes if "vmap" in getattr(n.target, "__name__", ""))  # over the samples, mostly
     return next(filter(None, map(source_line, mapped)), "")
+
+
+def changed_state(program: torch.export.ExportedProgram, inputs: list[str]) -> dict[str, str]:
+    """Return the parameters and inputs that a decomposed program changes: placeholder -> the user's name."""
+    signature = program.graph_signature
+    changed = {*signature.parameters_to_mutate.values(), *signature.user_inputs_to_mutate.values()}
+    held = {arg: name.removeprefix("model.") for arg, name in signature.inputs_to_parameters.items() if name in changed}
+    given = zip(map(str, signature.user_inputs), inputs, strict=True)
+    return held | {arg: name for arg, name in given if arg in changed}
+
+
+def name_new_buffers(program: torch.export.ExportedProgram) -> None:
+    """Make the new buffers of a decomposed program, its first results, keyword results, as for other programs."""
+    signature = program.graph_signature
+    output: Any = output_of(program.graph)
+    placeholders = {name: arg for arg, name in signature.inputs_to_buffers.items()}
+    *new, loss = output.args[0]
+    values = {node.name: node for node in new}
+    output.args = ((loss,),)
+    output.kwargs = {placeholders[name]: values[made] for made, name in signature.buffers_to_mutate.items()}

@@ -289,13 +289,13 @@ def _check_targets(
     for name, x in named.items():
         if not name.isidentifier() or iskeyword(name):
             raise InputsError(f"{name!r} is no valid name of a target", where=TARGET, fix="name it like an argument")
-        if x.ndim == 0 or (samples is not None and x.shape[0] != samples):
+        may_be_shared = x.is_floating_point() and not single
+        if not may_be_shared and (x.ndim == 0 or (samples is not None and x.shape[0] != samples)):
             counted = f"dim 0 of the inputs counts {samples} samples" if samples is not None else "dim 0 counts samples"
             raise InputsError(
                 f"the target {name!r} is of shape {list(x.shape)}, but {counted}",
                 where=TARGET,
-                fix="give one row per sample; constants shared by all samples belong to the loss itself, such as "
-                "nn.CrossEntropyLoss(weight=…)",
+                fix="give one row per sample; what all samples share is a floating-point tensor in a dict of targets",
             )
 
 

@@ -15,16 +15,22 @@ All other branches on sizes are conditions of the graph (`conditions_of`), which
 from __future__ import annotations
 
 import itertools
+import linecache
+import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import SymBool, Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoptd.errors import InputsError
+from autoptd.layout.sample_rows import SHARED, Rows
 from autoptd.layout.size_conditions import SizeCondition
 from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.trace.trace_errors import PADDED, is_foreign
@@ -40,6 +46,13 @@ def picture_dims(specs: Mapping[str, tuple[Any, torch.dtype]]) -> frozenset[Inpu
     maps = {n: len(shape) for n, (shape, _) in specs.items() if len(shape) > 2 and tuple(shape[-2:]) in sizes}
     every = [(name, dim) for name, shape in pictures.items() for dim in range(1, len(shape))]
     return frozenset(every + [(name, ndim - back) for name, ndim in maps.items() for back in (1, 2)])
+
+
+def table_dims(specs: Mapping[str, tuple[Any, torch.dtype]], rows: Rows) -> frozenset[InputDim]:
+    """Return the dims of inputs that all samples share, but those that may count the tokens of a sample."""
+    lengths = {size for name, (shape, _) in specs.items() if rows[name] != SHARED for size in shape[1:]}
+    shared = [(name, shape) for name, (shape, _) in specs.items() if rows[name] == SHARED]
+    return frozenset((name, dim) for name, shape in shared for dim, size in enumerate(shape) if size not in lengths)
 
 
 def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) -> frozenset[InputDim]:
@@ -84,33 +97,67 @@ def fixed_at(graph: fx.GraphModule, dim: int, size: int | None = None) -> str:
 
 
 def conditions_of(
-    graph: fx.GraphModule, symbols: Mapping[sympy.Symbol, sympy.Expr], loops: bool
+    graph: fx.GraphModule, symbols: Mapping[sympy.Symbol, sympy.Expr], branches: Branches, loops: bool
 ) -> tuple[SizeCondition, ...]:
-    """Return the guards of an exported graph that do not hold for all sizes. symbols: of torch -> of a traced graph.
+    """Return the branches and the guards of an exported graph that do not hold for all sizes.
 
-    loops: whether loops over samples were recorded, which are proved for any number: guards on it are left out.
+    symbols: of torch -> of a traced graph. loops: whether loops over samples were recorded, which are proved for any
+    number: guards on it are left out, most of which the turns of such loops make.
     """
     values = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder")
     sizes: Iterator[Any] = (n for x in values if isinstance(x, Tensor) for n in x.shape if isinstance(n, torch.SymInt))
     env: ShapeEnv | None = next((n.node.shape_env for n in sizes), None)
+    if env is None:
+        return ()
     found: dict[sympy.Basic, SizeCondition] = {}
-    for guard in [] if env is None else env.guards:
-        relation = env.replace(guard.expr)  # type: ignore[union-attr]
+    taken = [(relation, where, True) for relation, where in branches.items()]
+    for relation, where, is_branch in (*taken, *((guard.expr, _line_of(guard), False) for guard in env.guards)):
+        relation = env.replace(relation)
         if relation.free_symbols and relation.free_symbols <= symbols.keys():
             relation = in_sympy(relation.xreplace(symbols))
-            condition = SizeCondition(relation, _line_of(guard) or "code of a library that forward calls")
-            if not _always(condition) and not (loops and BATCH in relation.free_symbols):
+            condition = SizeCondition(relation, where or "code of a library that forward calls")
+            tried = (1, *_TRIED) if is_branch else _TRIED  # torch computes the same for sizes of 1, where it branches
+            if not _always(condition, tried) and (is_branch or not loops or BATCH not in relation.free_symbols):
                 found.setdefault(relation, condition)
     return tuple(found.values())
+
+
+Branches = dict[sympy.Basic, str]  # a condition that a branch of Python took for true or false, as it held -> its line
+
+
+@contextmanager
+def recorded_branches(found: Branches) -> Iterator[None]:
+    """Record the branches on sizes that code outside of torch takes. torch leaves those out that two or more samples
+    decide, and decides others without a guard where loops over samples are recorded."""
+    truth = SymBool.__bool__
+
+    def taken(self: SymBool) -> bool:
+        held, frame = truth(self), sys._getframe(1)
+        while frame.f_back is not None and _module(frame).startswith(("torch:", "autoptd.passes.")):
+            frame = frame.f_back  # out of `SymInt.__bool__`, and of what else wraps this function
+        if not _module(frame).startswith(("torch:", "torch.")):
+            code, line = frame.f_code, frame.f_lineno
+            text = linecache.getline(code.co_filename, line).strip()
+            where = f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{line})  {text}"
+            expression = self.node.expr
+            found.setdefault(expression if held else sympy.Not(expression), where)
+        return held
+
+    with patch.object(SymBool, "__bool__", taken):
+        yield
+
+
+def _module(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__')}:"
 
 
 _TRIED = (2, 3, 5, 8, 64, 1000, 4096, 10**6)  # sizes for which a relation must hold to hold for all
 
 
-def _always(condition: SizeCondition) -> bool:
+def _always(condition: SizeCondition, tried: Sequence[int]) -> bool:
     given = sorted(condition.names)
-    tried = itertools.product(_TRIED, repeat=min(len(given), 2))
-    return all(condition.holds(dict(zip(given, (*sizes, *_TRIED), strict=False))) for sizes in tried)
+    every = itertools.product(tried, repeat=min(len(given), 2))
+    return all(condition.holds(dict(zip(given, (*sizes, *tried), strict=False))) for sizes in every)
 
 
 def _line_of(guard: Any) -> str:

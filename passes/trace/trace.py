@@ -23,7 +23,7 @@ from autoptd.layout.sample_rows import SHARED, Rows, readings, samples_in
 from autoptd.passes.custom_grad.hooks import ForwardHooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
-from autoptd.passes.graph import output_of, updated_values
+from autoptd.passes.graph import updated_values
 from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
@@ -40,7 +40,7 @@ from autoptd.passes.normalise.view_writes import (
 )
 from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
-from autoptd.passes.trace.collect import collect
+from autoptd.passes.trace.collect import changed_state, collect, name_new_buffers
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, with_ctc_shapes, without_shape_cache
 from autoptd.passes.trace.lean_export import lean_export, silent_export
@@ -48,7 +48,16 @@ from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_changes, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
-from autoptd.passes.trace.specialize_sizes import InputDim, bound_dims, check_inputs, fixed_at, picture_dims
+from autoptd.passes.trace.specialize_sizes import (
+    Branches,
+    InputDim,
+    bound_dims,
+    check_inputs,
+    fixed_at,
+    picture_dims,
+    recorded_branches,
+    table_dims,
+)
 from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import copying, explain, may_loop, not_functional, placed, user_line
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE, Averaging, Traced, canonical_names
@@ -118,7 +127,7 @@ def _traced(
     objective, _ = read_objective(loss, inputs)
     counted = [n for n in apart if rows[n] != SHARED and n not in objective.targets]
     known = KnownInputs(samples, equal_rows(apart, counted)) if samples else None
-    fixed = picture_dims(specs) | {(name, 1) for name, row in rows.items() if row.rows > 1}
+    fixed = picture_dims(specs) | table_dims(specs, rows) | {(name, 1) for name, row in rows.items() if row.rows > 1}
     exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known, ints=ints), OwnCalls()
     with record_own_calls(own):
         exporter, program = exporter.exported(repeats=repeats)
@@ -134,7 +143,7 @@ def _traced(
         else:
             program = exporter.functional(program, repeats=repeats)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    traced = collect(program, rows, names, frozen, count, objective, known is not None)
+    traced = collect(program, rows, names, frozen, count, objective, exporter.branches, known is not None)
     _refuse_shared_updates(model, traced)
     long = any(len(shape) > 1 and (name, 1) not in fixed for name, (shape, _) in specs.items())
     if long and SEQUENCE not in traced.sizes:
@@ -199,6 +208,7 @@ class _Exporter:
     left_out: set[str] = field(default_factory=set)  # places of checks of data
     written: set[str] = field(default_factory=set)  # inputs that forward writes to
     turns: RowTurns = field(default_factory=RowTurns)
+    branches: Branches = field(default_factory=dict)
 
     def with_fixed_sizes(self) -> _Exporter:
         """Return an exporter for which all sizes but the number of samples are those of the example inputs."""
@@ -301,8 +311,8 @@ class _Exporter:
                 program = program.run_decompositions({})
             except RuntimeError as error:
                 raise not_functional(error) from error
-        refuse_writes_to_state(written, _changed(program, list(self.specs)))
-        _name_new_buffers(program)
+        refuse_writes_to_state(written, changed_state(program, list(self.specs)))
+        name_new_buffers(program)
         return program
 
     def _on(self, device: str, repeats: bool) -> torch.export.ExportedProgram:
@@ -322,11 +332,13 @@ class _Exporter:
         kinds = dict.fromkeys(fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
         hooks = ForwardHooks(model)
+        self.branches.clear()
 
         def traced() -> torch.export.ExportedProgram:
             found = Repeats(model) if repeats and not hooks else None
             self.turns.rows.clear()
-            with nullcontext() if found is None else found.running(), random_code(self.skips):
+            repeating = nullcontext() if found is None else found.running()
+            with repeating, random_code(self.skips), recorded_branches(self.branches):
                 program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
             buffers = program.graph_signature.inputs_to_buffers
             inline_regions(program.graph, program.graph_module, buffers)  # writes within them are looked for next
@@ -372,23 +384,3 @@ def _to_decompose(graph: fx.Graph) -> bool:
 
 def _has_transforms(graph: fx.Graph) -> bool:
     return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
-
-
-def _changed(program: torch.export.ExportedProgram, inputs: list[str]) -> dict[str, str]:
-    """Return the parameters and inputs that a decomposed program changes: placeholder -> the user's name."""
-    signature = program.graph_signature
-    changed = {*signature.parameters_to_mutate.values(), *signature.user_inputs_to_mutate.values()}
-    held = {arg: name.removeprefix("model.") for arg, name in signature.inputs_to_parameters.items() if name in changed}
-    given = zip(map(str, signature.user_inputs), inputs, strict=True)
-    return held | {arg: name for arg, name in given if arg in changed}
-
-
-def _name_new_buffers(program: torch.export.ExportedProgram) -> None:
-    """Make the new buffers of a decomposed program, its first results, keyword results, as for other programs."""
-    signature = program.graph_signature
-    output: Any = output_of(program.graph)
-    placeholders = {name: arg for arg, name in signature.inputs_to_buffers.items()}
-    *new, loss = output.args[0]
-    values = {node.name: node for node in new}
-    output.args = ((loss,),)
-    output.kwargs = {placeholders[name]: values[made] for made, name in signature.buffers_to_mutate.items()}

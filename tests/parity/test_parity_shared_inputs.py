@@ -145,3 +145,48 @@ def test_a_wrong_value_is_refused(given: Any, said: str) -> None:
         par.train_step(Annealed.batch(0) | {"beta": given})
     with pytest.raises(InputsError, match=r"lacks \['beta'\]"):
         par.train_step({name: x for name, x in Annealed.batch(0).items() if name != "beta"})
+
+
+class Texts(nn.Module):
+    """Pictures against texts: of a batch, four for each, or the names of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picture, self.text = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, texts: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.picture(x) @ self.text(texts).t(), y)
+
+
+def test_an_input_that_may_be_shared_or_not_is_refused() -> None:
+    def traced(samples: int) -> autoptd.TracedModel:
+        inputs = {"x": real(samples, WIDTH), "texts": real(16, WIDTH), "y": torch.randint(16, (samples,))}
+        return autoptd.trace(Texts().double(), inputs=inputs, precision="fp64")
+
+    with pytest.raises(InputsError, match=r"'texts' .* may have 4 rows .* or be shared"):
+        traced(4)
+    assert "texts has no dim of samples: all samples of a step share it" in traced(3).notes
+
+
+def test_weights_of_as_many_classes_as_samples_are_refused() -> None:
+    with pytest.raises(
+        AutoptdError, match=r"weights of classes have .* seem to be of samples|bakes the batch size 8 of input 'w'"
+    ):
+        autoptd.trace(
+            nn.Linear(WIDTH, SAMPLES).double(),
+            inputs={"input": real(SAMPLES, WIDTH)},
+            targets={"y": torch.randint(SAMPLES, (SAMPLES,)), "w": torch.rand(SAMPLES, dtype=torch.float64)},
+            loss=lambda z, y, w: F.cross_entropy(z, y, weight=w),
+            precision="fp64",
+        )
+
+
+def test_a_loss_function_takes_a_shared_target() -> None:
+    source = autoptd.trace(
+        nn.Linear(WIDTH, 3).double(),
+        inputs={"input": real(SAMPLES, WIDTH)},
+        targets={"y": torch.randint(3, (SAMPLES,)), "weight": torch.tensor(0.3, dtype=torch.float64)},
+        loss=lambda z, y, weight: F.cross_entropy(z, y) + weight * z.square().mean(),
+        precision="fp64",
+    )
+    assert "weight has no dim of samples: all samples of a step share it" in source.notes

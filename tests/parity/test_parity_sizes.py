@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.errors import InputsError, UnsupportedOp
+from autoptd.errors import InputsError, PlanError, UnsupportedOp
 from autoptd.layout.size_conditions import SizeCondition
 
 SAMPLES, TOKENS = 8, 6
@@ -34,6 +34,11 @@ def repeated(y: Tensor) -> Tensor:
     for i in range((y.size(0) + 3) // 4):
         y = y * (i + 2)
     return y
+
+
+def asserted(y: Tensor) -> Tensor:
+    assert y.size(0) >= 4
+    return y * (2 if y.size(0) % 4 == 0 else 3)
 
 
 def long(y: Tensor) -> Tensor:
@@ -63,7 +68,7 @@ def traced(branch: Branch, samples: int, tokens: int = TOKENS) -> autoptd.Traced
     return autoptd.trace(Branching(branch).double(), inputs={"x": batch(samples, tokens)}, precision="fp64")
 
 
-@pytest.mark.parametrize("branch", [compared, repeated])
+@pytest.mark.parametrize("branch", [compared, repeated, asserted])
 @pytest.mark.fault("a branch on the number of samples")
 def test_a_model_is_traced_again_for_the_samples_of_a_step(branch: Branch) -> None:
     source = traced(branch, 2)
@@ -73,7 +78,38 @@ def test_a_model_is_traced_again_for_the_samples_of_a_step(branch: Branch) -> No
         expected = float(source.model(batch()))
     for each in (par, again):
         assert float(each.train_step({"x": batch()})) == pytest.approx(expected, rel=1e-12)
-    assert source.for_batch(3) is source and source.for_batch(SAMPLES) is not source
+    assert source.for_batch(2) is source or branch is asserted
+    assert source.for_batch(SAMPLES) is not source
+
+
+def exactly(y: Tensor) -> Tensor:
+    return y * (2 if y.size(0) == SAMPLES else 3)
+
+
+@pytest.mark.parametrize(("branch", "examples"), [(exactly, SAMPLES), (exactly, 2)])
+def test_branches_that_only_loops_over_samples_can_be_traced_for(branch: Branch, examples: int) -> None:
+    """A graph for one number of samples is none of microbatches; the trace with loops is of other numbers."""
+    with pytest.raises(PlanError, match="depends on sizes: it was traced where b"):
+        autoptd.plan(traced(branch, examples), world=1, batch=SAMPLES, cluster="dgx-h100")
+
+
+def several(y: Tensor) -> Tensor:
+    return y * 2 if y.size(0) > 1 else y
+
+
+def test_a_step_of_one_sample_takes_no_branch_for_several() -> None:
+    par = autoptd.parallelize(traced(several, 2), world=1, batch=SAMPLES, cluster="dgx-h100", optimizer="sgd")
+    with pytest.raises(InputsError, match="traced where b > 1, but here b = 1"):
+        par.eval_step({"x": batch(1)})
+
+
+def largest(y: Tensor) -> Tensor:
+    return y * max(y.size(0), 4)
+
+
+def test_numbers_of_the_batch_s_size_are_not_those_of_a_microbatch() -> None:
+    with pytest.raises(UnsupportedOp, match="computes with the number of samples"):
+        traced(largest, 2)
 
 
 @pytest.mark.parametrize("branch", [ghost, in_fours])
@@ -117,6 +153,6 @@ def test_the_last_tokens_of_sequences_that_have_as_many() -> None:
 
 
 def test_what_holds_for_all_sizes_is_no_condition() -> None:
-    assert not traced(lambda y: y if y.size(0) * y.size(1) > 1 else y * 2, SAMPLES).folded.traced.conditions
+    assert not traced(lambda y: y if y.size(0) * y.size(1) > 0 else y * 2, SAMPLES).folded.traced.conditions
     (condition,) = traced(long, SAMPLES).folded.traced.conditions
     assert isinstance(condition, SizeCondition) and not condition.holds({"b": 8})

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -57,15 +58,16 @@ def batch_totals(source: TracedModel, batch: Mapping[str, Tensor], draws: Mappin
         return BatchTotals(tuple(counts))
     state = {**buffers, **{n: p.detach() for n, p in source.model.named_parameters()}}
     sums = _run(source, state, batch, counts, None, draws, DropoutKey(0))[folded.loss].detach().requires_grad_()
-    loss = _outer(source, sums, counts, sample_count(dict(batch)))
+    loss = _outer(source, sums, counts, batch)
     (gradient,) = torch.autograd.grad(loss, sums)
     return BatchTotals(tuple(counts), gradient, float(loss.detach() - (gradient * sums.detach()).sum()))
 
 
-def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor], samples: int) -> Tensor:
+def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor], batch: Mapping[str, Tensor]) -> Tensor:
     """Return the loss as a function of the sums of a batch, and of the rows of its samples."""
-    form, sizes = source.folded.loss_form, {BATCH: samples}
+    form, sizes = source.folded.loss_form, _sizes(source, batch)
     assert form.outer is not None
+    samples = sizes[BATCH]
     state, rows = dict(_buffers(source)), sums[form.width :].view(samples, -1)
     values: dict[fx.Node, Any] = {}
     for node, (start, stop, shape, _) in zip(form.partial_sums, partial_slices(form.partial_sums), strict=True):
@@ -74,7 +76,7 @@ def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor], samples:
         values[node] = as_float64(rows[:, start:stop].reshape(samples, *shape).to(dtype))
     for node in form.outer.nodes:
         if node.op == "placeholder" and node not in values:
-            values[node] = _given(source, node.name, state, {}, counts)
+            values[node] = _given(source, node.name, state, batch, counts)
         elif node.op == "call_function":
             args = as_float64(concrete(substitute(node.args, values.__getitem__), sizes))
             kwargs = {k: as_float64(concrete(substitute(v, values.__getitem__), sizes)) for k, v in node.kwargs.items()}
@@ -162,7 +164,7 @@ def _run(
     rng: DropoutKey | None = None,
 ) -> Values:
     traced = source.folded.traced
-    sizes = {symbol: batch[name].shape[dim] for symbol, (name, dim) in traced.sizes.items()}
+    sizes = _sizes(source, batch)
     values: Values = {}
     for node in traced.graph.graph.nodes:
         if node.op == "output" or (only is not None and node not in only):
@@ -197,6 +199,10 @@ def _op(node: fx.Node, args: Any, kwargs: dict[str, Any], draws: Any, rng: Dropo
         return ops.attention(**given, is_causal=causal, key=draw.key, rng=rng, samples=draw.samples, **kwargs)
     made = node.target(*args, **kwargs)  # type: ignore[operator]
     return torch.zeros_like(made) if "empty" in op_name(node) else made  # as in instrumented programs
+
+
+def _sizes(source: TracedModel, batch: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
+    return {symbol: batch[name].shape[dim] for symbol, (name, dim) in source.folded.traced.sizes.items()}
 
 
 def _given(
