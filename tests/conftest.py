@@ -128,8 +128,8 @@ SAMPLED = {
 _FEW = 2
 # Folder -> the same for its other tests with more cases than a few.
 FOLDERS = {
-    "parity": 5,
-    **dict.fromkeys(("checkpoint", "hostile", "passes", "runtime", "search", "verification"), 3),
+    "parity": 6,
+    **dict.fromkeys(("checkpoint", "hostile", "passes", "runtime", "search", "verification"), 4),
     **dict.fromkeys(("codegen", "layout"), 2),
 }
 
