@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -112,6 +113,12 @@ def find_rows(inputs: Mapping[str, Tensor], samples: int, *, several: bool = Tru
 
 
 def with_samples(inputs: Mapping[str, Tensor], rows: Rows, samples: int) -> dict[str, Tensor]:
-    """Return inputs of so many samples, all of them the first one of `inputs`, in no further memory."""
-    parts = {name: row.apart(inputs[name])[:1] for name, row in rows.items() if row != SHARED}
-    return dict(inputs) | {n: rows[n].joined(x.expand(samples, *x.shape[1:])) for n, x in parts.items()}
+    """Return inputs of so many samples, those of `inputs` over and over; of pixels the first one, in no memory."""
+    parts = {name: row.apart(inputs[name]) for name, row in rows.items() if row != SHARED}
+    return dict(inputs) | {name: rows[name].joined(_of_samples(x, samples)) for name, x in parts.items()}
+
+
+def _of_samples(x: Tensor, samples: int) -> Tensor:
+    if x.is_floating_point():
+        return x[:1].expand(samples, *x.shape[1:])
+    return x[torch.arange(samples, device=x.device) % x.shape[0]]
