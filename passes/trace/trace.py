@@ -331,7 +331,7 @@ class _Exporter:
         fixed = self.fixed | {(name, d) for name, x in fake.items() for d, size in enumerate(x.shape) if size == 1}
         kinds = dict.fromkeys(fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
-        hooks = ForwardHooks(model)
+        hooks, sizes = ForwardHooks(model), self.ints or self.known is not None
         self.branches.clear()
 
         def traced() -> torch.export.ExportedProgram:
@@ -356,7 +356,7 @@ class _Exporter:
                 silent_export(),
                 refuse_own_draws(model),
                 refuse_packing_beside_cache(self.model, self.specs),
-                symbolic_len(model, self.objective.loss, self.ints, self.ints or self.known is not None),
+                symbolic_len(model, self.objective.loss, sizes, sizes),
                 written_to_trace(self.model),
                 hooks.running(),
                 write_assigned_buffers(root),

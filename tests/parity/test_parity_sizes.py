@@ -86,7 +86,11 @@ def exactly(y: Tensor) -> Tensor:
     return y * (2 if y.size(0) == SAMPLES else 3)
 
 
-@pytest.mark.parametrize(("branch", "examples"), [(exactly, SAMPLES), (exactly, 2)])
+def exactly_in_python(y: Tensor) -> Tensor:
+    return y * (2 if int(y.size(0)) == SAMPLES else 3)
+
+
+@pytest.mark.parametrize(("branch", "examples"), [(exactly, SAMPLES), (exactly, 2), (exactly_in_python, SAMPLES)])
 def test_branches_that_only_loops_over_samples_can_be_traced_for(branch: Branch, examples: int) -> None:
     """A graph for one number of samples is none of microbatches; the trace with loops is of other numbers."""
     with pytest.raises(PlanError, match="depends on sizes: it was traced where b"):
