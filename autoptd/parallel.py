@@ -179,8 +179,9 @@ class Parallel:
     def train_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Run one optimizer step and return the mean loss over the global batch, a 0-dim tensor. Collective.
 
-        batch: this dp rank's share of the global batch, as keyword arguments like the example inputs and targets;
-        identical on the tp, cp and pp ranks of that share. Fixed values, such as flags, may be left out.
+        batch: this dp rank's share of the global batch, as keyword arguments like the example inputs and targets, and
+        whole what all samples share; identical on the tp, cp and pp ranks of that share. Fixed values, such as flags,
+        may be left out.
 
         Raises on all ranks, before any parameter changes: InputsError if one rank has a wrong batch, or None because
         its data ended; RuntimeFault if the loss or gradient norm is not finite (with non_finite="raise").

@@ -6,7 +6,7 @@ from torch import fx
 
 from autoptd.codegen.body import Body
 from autoptd.codegen.expressions import value_text
-from autoptd.codegen.loss import count_text, names_of, part_text, size_text, state_text
+from autoptd.codegen.loss import count_text, names_of, outer_size_text, part_text, state_text
 from autoptd.codegen.quoting import literal
 from autoptd.layout.placements import B
 from autoptd.passes.fold import Folded
@@ -46,7 +46,7 @@ class BufferFunctions:
         lines = ["def update_buffers(self, sums: Tensor, counts: tuple[Tensor, ...]) -> dict[str, Tensor]:"]
         lines.append('    """Return the new values of buffers, from sums over all samples of the whole batch."""')
         lines += ["    device = sums.device"] if body.uses_device else []
-        lines += [f"    {symbol} = {size_text(traced, symbol)}" for symbol in sorted(body.sizes, key=str)]
+        lines += [f"    {symbol} = {outer_size_text(traced, symbol)}" for symbol in sorted(body.sizes, key=str)]
         lines += [f"    {line}" for line in body.lines]
         lines += ["    return {", *(f"        {text}" for text in new), "    }"]
         return ["", *(f"    {line}".rstrip() for line in lines)]

@@ -167,14 +167,14 @@ class LossFunctions:
         lines += ["    device = sums.device"] if body.uses_device else []
         if form.rows:
             lines.append(f"    rows = sums[{form.width}:].view(-1, {form.row_width})")
-        lines += [f"    {symbol} = {size_text(self.traced, symbol)}" for symbol in sorted(body.sizes, key=str)]
+        lines += [f"    {symbol} = {outer_size_text(self.traced, symbol)}" for symbol in sorted(body.sizes, key=str)]
         lines += [f"    {line}" for line in body.lines]
         assert isinstance(loss, fx.Node)
         lines.append(f"    return {body.held[loss, B]}")
         return "\n".join(lines) + "\n"
 
 
-def size_text(traced: Traced, symbol: sympy.Symbol) -> str:
+def outer_size_text(traced: Traced, symbol: sympy.Symbol) -> str:
     """Return the text of a size in a function of the whole batch: its samples, or a dim of what they share."""
     if symbol == BATCH:
         return "rows.size(0)"

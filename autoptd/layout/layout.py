@@ -101,7 +101,7 @@ class Layout:
     mesh: Mesh
     micro: int  # samples per microbatch per dp rank; the last one may hold fewer
     microbatches: int  # per step
-    inputs: tuple[str, ...]  # all model inputs that any stage reads; dim 0 counts samples
+    inputs: tuple[str, ...]  # all that any stage reads; those that all samples share last
     parameters: Mapping[str, TensorSpec]
     buffers: Mapping[str, TensorSpec] = field(default_factory=dict)
     zero: int = 1  # sharded over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too

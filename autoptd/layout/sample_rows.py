@@ -79,11 +79,6 @@ def samples_in(inputs: Mapping[str, Tensor], rows: Rows) -> int:
     return next(rows[name].apart(x).shape[0] for name, x in inputs.items() if rows[name] != SHARED)
 
 
-def count_samples(inputs: Mapping[str, Tensor]) -> int:
-    """Return the likeliest number of samples of example inputs."""
-    return next(iter(_counts(inputs)), 0)
-
-
 def _counts(inputs: Mapping[str, Tensor]) -> list[int]:
     """Return the sizes of dim 0, those that most inputs have first, then those of earlier inputs."""
     sizes = Counter(x.shape[0] for x in inputs.values() if x.ndim)

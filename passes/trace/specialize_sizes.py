@@ -15,7 +15,6 @@ All other branches on sizes are conditions of the graph (`conditions_of`), which
 from __future__ import annotations
 
 import itertools
-import linecache
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -136,11 +135,8 @@ def recorded_branches(found: Branches) -> Iterator[None]:
         while frame.f_back is not None and _module(frame).startswith(("torch:", "autoptd.passes.")):
             frame = frame.f_back  # out of `SymInt.__bool__`, and of what else wraps this function
         if not _module(frame).startswith(("torch:", "torch.")):
-            code, line = frame.f_code, frame.f_lineno
-            text = linecache.getline(code.co_filename, line).strip()
-            where = f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{line})  {text}"
-            expression = self.node.expr
-            found.setdefault(expression if held else sympy.Not(expression), where)
+            place = traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            found.setdefault(self.node.expr if held else sympy.Not(self.node.expr), _shown(place))
         return held
 
     with patch.object(SymBool, "__bool__", taken):
@@ -165,6 +161,10 @@ def _line_of(guard: Any) -> str:
     frame = guard.sloc.framework_loc
     if not isinstance(frame, traceback.FrameSummary) or is_foreign(frame.filename):
         return ""
+    return _shown(frame)
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
     return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
 
 

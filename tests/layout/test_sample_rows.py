@@ -9,10 +9,10 @@ from autoptd.layout.sample_rows import (
     PLAIN,
     SHARED,
     SampleRows,
-    count_samples,
     find_rows,
     readings,
     samples_first,
+    samples_in,
     with_samples,
 )
 
@@ -44,7 +44,8 @@ def test_taken_apart_and_joined_again(rows: SampleRows) -> None:
 
 
 def test_most_inputs_say_how_many_samples_there_are() -> None:
-    assert count_samples({"pixels": torch.zeros(12, 3), "ids": torch.zeros(4, 7), "labels": torch.zeros(4, 7)}) == 4
+    inputs = {"pixels": torch.zeros(12, 3), "ids": torch.zeros(4, 7), "labels": torch.zeros(4, 7)}
+    assert samples_in(inputs, next(readings(inputs))) == 4
 
 
 def test_tables_for_each_position_may_be_more_than_inputs_with_samples() -> None:
@@ -52,7 +53,7 @@ def test_tables_for_each_position_may_be_more_than_inputs_with_samples() -> None
     inputs = {"ids": torch.zeros(8, 6, dtype=torch.int64), "positions": positions, "mask": mask}
     found = [(rows["ids"], rows["positions"]) for rows in readings(inputs)]
     assert found == [(SampleRows(1), PLAIN), (SHARED, PLAIN), (PLAIN, SampleRows(1, 2)), (PLAIN, SHARED)]
-    assert count_samples({"scale": torch.zeros(())}) == 0
+    assert next(readings({"scale": torch.zeros(())})) == {"scale": SHARED}
 
 
 def test_examples_of_more_samples_keep_their_form() -> None:

@@ -157,6 +157,6 @@ def test_the_last_tokens_of_sequences_that_have_as_many() -> None:
 
 
 def test_what_holds_for_all_sizes_is_no_condition() -> None:
-    assert not traced(lambda y: y if y.size(0) * y.size(1) > 0 else y * 2, SAMPLES).folded.traced.conditions
+    assert not traced(lambda y: y if y.size(0) + y.size(1) > 1 else y * 2, SAMPLES).folded.traced.conditions
     (condition,) = traced(long, SAMPLES).folded.traced.conditions
     assert isinstance(condition, SizeCondition) and not condition.holds({"b": 8})
