@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.data_checks import passing
 from autoptd.passes.fake_numbers import numbers_read_as
+from autoptd.passes.known.equal_masks import EqualMasks
 from autoptd.passes.known.of_sizes import OF_SIZES, is_known
 from autoptd.passes.normalise.functionalize import KEEP_STATE
 from autoptd.passes.recipes import Recipe, each_leaf, leaves, same_at_every_size, size_of, takes_sizes
@@ -64,6 +65,7 @@ class TracedReads(TorchFunctionMode):
         super().__init__()
         self.left_out = left_out  # places of checks of data
         self.recipes = WeakIdKeyDictionary()  # constant -> its Recipe
+        self.masks = EqualMasks()
 
     def __enter__(self) -> TracedReads:
         self._sizes = numbers_read_as(self.number_of)
@@ -89,6 +91,8 @@ class TracedReads(TorchFunctionMode):
             raise UnsupportedOp("forward assigns to x.data of a tensor", fix=KEEP_STATE)
         if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
+        if not kwargs:
+            func, args = self.masks.selecting(func, args)
         if func in _NUMBERS and args[0] in self.recipes:
             if (found := self.read(func, *args)) is not None:
                 return found
@@ -97,6 +101,7 @@ class TracedReads(TorchFunctionMode):
         made = _written_out(func, args, kwargs)
         if made is None:
             made = (OF_SIZES[func] if is_known(func, args, kwargs) else func)(*args, **kwargs)
+        self.masks.note(made, func, args, kwargs)
         self.note(made, func, args, kwargs)
         return made
 

@@ -77,7 +77,7 @@ def proportional(size: sympy.Expr) -> bool:
     return not grows(sympy.expand(size / BATCH)) or not grows(sympy.simplify(size / BATCH))
 
 
-_COUNTS = (2, 3, 4, 8, 60, 1009, 10**6 + 3)  # numbers of samples for which a size may differ: max(b, 4), b % 12
+_COUNTS = (1, 2, 3, 4, 8, 60, 1009, 10**6 + 3)  # numbers of samples for which a size may differ: max(b, 4), b % 12
 
 
 def counts_in(value: object) -> bool:

@@ -17,13 +17,11 @@ example. The program is made for these values (`used`), and every batch is check
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import SymInt, Tensor
@@ -37,6 +35,7 @@ from autoptd.passes.loops.blocks import blocks_of, literal
 from autoptd.passes.loops.empty_masks import RowTurns, TurnsOnRows
 from autoptd.passes.loops.join import JOIN, turns_counted
 from autoptd.passes.loops.row_writes import RowWrites, sample_index
+from autoptd.passes.loops.sizes_read import counted_by_hint
 from autoptd.passes.traced_reads import Recipe, TracedReads, eager
 
 _SPLITS = ("split", "split_with_sizes")
@@ -88,19 +87,6 @@ def reading(
             loops = SampleLoops(known, apart, given, rows, left_out)
             with loops, counted_by_hint(loops):
                 yield
-
-
-@contextmanager
-def counted_by_hint(mode: SampleLoops) -> Iterator[None]:
-    """Count in Python to the number of samples of the example, as in `range(x.shape[0])`, without fixing it to that."""
-    index = SymInt.__index__
-
-    def number(size: SymInt) -> int:
-        outside = not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
-        return mode.size(size) if outside and mode.of_samples(size) else int(index(size))
-
-    with patch.object(SymInt, "__index__", number), patch.object(SymInt, "__int__", number):
-        yield
 
 
 class SampleLoops(TracedReads):

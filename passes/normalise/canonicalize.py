@@ -272,6 +272,14 @@ def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
             node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
 
 
+def write_tile_as_repeat(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite `tile`, which may name fewer dims than the tensor has, to `repeat`."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is aten.tile.default:
+            x, times = node.args
+            node.target, node.args = aten.repeat.default, (x, [1] * (info(x).ndim - len(times)) + list(times))
+
+
 def write_equal_splits_as_chunk(graph: fx.Graph, traced: Traced) -> None:
     """Rewrite `split` into equal parts to `chunk(x, n, dim)`, which has no size argument to adapt to a rank's share."""
     for node in graph.nodes:

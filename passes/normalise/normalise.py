@@ -42,6 +42,7 @@ from autoptd.passes.normalise.canonicalize import (
     write_slices_of_samples_as_chunk,
     write_starts_of_slices,
     write_sums_by_index,
+    write_tile_as_repeat,
     write_views_as_reshape,
 )
 from autoptd.passes.normalise.drop import drop_asserts, drop_identities, share_repeated
@@ -138,6 +139,7 @@ PREPARE: list[Pass] = [
     write_sums_by_index,
     write_bincount_as_sum,
     write_casts_with_their_type,
+    write_tile_as_repeat,
     write_convolution_padding_as_numbers,
     write_equal_bags_as_embedding,
     write_starts_of_slices,

@@ -4,6 +4,7 @@
     i, t = torch.where(mask)                 a row for each true element of mask [k, n], its place in columns i and t
     x[i, t], x[t, i], x[t]                   masked_rows(x or x.t() or x expanded over k, mask)
     y[mask] = rows                           put_rows(y, mask, rows)
+    y[torch.where(mask)] = value             y[mask] = value, the same for all rows
     y.index_add(0, t, rows)                  add_rows(y, mask, rows): several rows may have one place
 
 So do mixtures of experts that loop over experts: `i, t = torch.where(chosen[e])` are those that chose expert e.
@@ -57,6 +58,7 @@ def name_masked_sizes(graph: fx.Graph, traced: Traced) -> None:
     """Give sizes that count selected rows the size of the mask, where they are sizes of tensors only."""
     named: dict[sympy.Symbol, fx.Node] = {}
     _write_numbers_as_masks(graph)
+    _write_puts_by_mask(graph)
     for node in graph.nodes:
         if found := selection(node):
             size = node.meta["val"].shape[found.first].node.expr
@@ -94,6 +96,18 @@ def _write_numbers_as_masks(graph: fx.Graph) -> None:
             mask.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
             mask.meta["val"] = torch.empty(node.args[0].meta["val"].shape, dtype=torch.bool)
         node.args = (mask,)
+
+
+def _write_puts_by_mask(graph: fx.Graph) -> None:
+    """Let writes of one value for all places where a mask is true name the mask."""
+    for node in graph.nodes:
+        if node.target in (aten.index_put.default, aten.index_put_.default) and not _are_rows(node.args[2]):
+            found = _by_mask(node.args[0], node.args[1])
+            value, once = node.args[2].meta["val"], node.args[3:] in ((), (False,))
+            if found is None or not once or found.first or found.columns != tuple(range(found.mask.meta["val"].ndim)):
+                continue
+            if value.ndim <= node.meta["val"].ndim - len(found.columns):
+                node.args = (node.args[0], [found.mask], *node.args[2:])
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from torch.export.graph_signature import InputKind
 from autoptd.errors import TraceError
 from autoptd.layout.sample_rows import PLAIN, SHARED, Rows
 from autoptd.passes.graph import output_of, source_line
+from autoptd.passes.loops.sizes_read import Branches
 from autoptd.passes.trace.loss import Objective
-from autoptd.passes.trace.specialize_sizes import Branches, conditions_of, fixed_at
+from autoptd.passes.trace.specialize_sizes import conditions_of, fixed_at
 from autoptd.passes.trace.traced import BATCH, SEQUENCE, Traced
 
 
@@ -44,7 +45,7 @@ def collect(
             constants[arg] = of_loss[spec.target].detach().cpu()
         elif spec.kind == InputKind.BUFFER:
             assert spec.target is not None
-            buffers[arg] = spec.target.removeprefix("model.")
+            buffers[arg] = names.get(name := spec.target.removeprefix("model."), name)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
             constants[arg] = program.constants[spec.target]

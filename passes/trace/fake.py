@@ -48,11 +48,32 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_ctc_loss.Tensor", 
     _META.impl("_ctc_loss_backward.Tensor", lambda grad, log_probs, *_: torch.empty_like(log_probs))
 
 
-def with_ctc_shapes() -> AbstractContextManager[Any]:
-    """Return a context manager in which fake tensors take the shapes above."""
+_OF_CLASSES = (  # losses that run_decompositions takes for a mean over samples, whatever they are
+    *(torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss.default),
+    *(torch.ops.aten.nll_loss2d.default, torch.ops.aten.nll_loss_nd.default),
+)
 
-    def shapes(mode: FakeTensorMode, _: object, *args: Any, **__: object) -> tuple[Tensor, Tensor]:
+
+def _class_loss_shape(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """Return a loss for each label of x [samples, classes, …], or one for all."""
+    shape = (*x.shape[:1], *x.shape[2:]) if x.ndim > 1 else ()
+    labels = shape if target.is_floating_point() else target.shape
+    for n, other in zip(shape, labels, strict=True):
+        torch._check(n == other)
+    return x.new_empty(() if reduction else shape)
+
+
+def with_loss_shapes() -> AbstractContextManager[Any]:
+    """Return a context manager in which fake tensors of losses have the right shapes."""
+
+    def of_ctc(mode: FakeTensorMode, _: object, *args: Any, **__: object) -> tuple[Tensor, Tensor]:
         with mode:
             return _ctc_shapes(*args)
 
-    return patch.dict(fake_impls.op_implementations_dict, {torch.ops.aten._ctc_loss.Tensor: shapes})
+    def of_classes(mode: FakeTensorMode, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+        with mode:
+            return _class_loss_shape(given["self"], given["target"], given.get("reduction", 1))
+
+    ours = {torch.ops.aten._ctc_loss.Tensor: of_ctc, **dict.fromkeys(_OF_CLASSES, of_classes)}
+    return patch.dict(fake_impls.op_implementations_dict, ours)

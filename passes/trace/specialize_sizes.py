@@ -15,22 +15,19 @@ All other branches on sizes are conditions of the graph (`conditions_of`), which
 from __future__ import annotations
 
 import itertools
-import sys
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import sympy
 import torch
-from torch import SymBool, Tensor, fx
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoptd.errors import InputsError
 from autoptd.layout.sample_rows import SHARED, Rows
 from autoptd.layout.size_conditions import SizeCondition
+from autoptd.passes.loops.sizes_read import Branches, line_text
 from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.trace.trace_errors import PADDED, is_foreign
 from autoptd.passes.trace.traced import BATCH
@@ -121,32 +118,6 @@ def conditions_of(
     return tuple(found.values())
 
 
-Branches = dict[sympy.Basic, str]  # a condition that a branch of Python took for true or false, as it held -> its line
-
-
-@contextmanager
-def recorded_branches(found: Branches) -> Iterator[None]:
-    """Record the branches on sizes that code outside of torch takes. torch leaves those out that two or more samples
-    decide, and decides others without a guard where loops over samples are recorded."""
-    truth = SymBool.__bool__
-
-    def taken(self: SymBool) -> bool:
-        held, frame = truth(self), sys._getframe(1)
-        while frame.f_back is not None and _module(frame).startswith(("torch:", "autoptd.passes.")):
-            frame = frame.f_back  # out of `SymInt.__bool__`, and of what else wraps this function
-        if not _module(frame).startswith(("torch:", "torch.")):
-            place = traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            found.setdefault(self.node.expr if held else sympy.Not(self.node.expr), _shown(place))
-        return held
-
-    with patch.object(SymBool, "__bool__", taken):
-        yield
-
-
-def _module(frame: FrameType) -> str:
-    return f"{frame.f_globals.get('__name__')}:"
-
-
 _TRIED = (2, 3, 5, 8, 64, 1000, 4096, 10**6)  # sizes for which a relation must hold to hold for all
 
 
@@ -161,11 +132,7 @@ def _line_of(guard: Any) -> str:
     frame = guard.sloc.framework_loc
     if not isinstance(frame, traceback.FrameSummary) or is_foreign(frame.filename):
         return ""
-    return _shown(frame)
-
-
-def _shown(frame: traceback.FrameSummary) -> str:
-    return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
+    return line_text(frame)
 
 
 def _example(size: int | torch.SymInt) -> int:

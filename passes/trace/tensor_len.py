@@ -3,7 +3,7 @@
 Python makes an int of what `len` and `int` return, so the tracer would take the length of the example for that of every
 batch. While a model is traced, the modules in which its code is written have a `len` of their own, which returns
 `x.size(0)` for tensors: the same number outside a trace. Where the number of samples would become a number without it,
-and in loops over samples, they have an `int` and a `float` of their own too.
+and in loops over samples, they have an `int` and a `float` of their own too, and a `range` in such loops.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class SizeInt(int, metaclass=_SizesToo):
     """`int`, of sizes as sizes."""
 
 
+def size_range(*bounds: Any) -> range:
+    """Return `range`, of sizes up to those of the example."""
+    return builtins.range(*(x.__index__() if isinstance(x, SymInt) else x for x in bounds))
+
+
 def _whole(x: SymFloat) -> Any:
     """Return a quotient of sizes without its fraction: a product of sizes if it is one, such as b in b * 4 / 4.0."""
     whole = in_sympy(TruncToInt(x.node.expr))
@@ -80,17 +85,19 @@ def _whole(x: SymFloat) -> Any:
 
 @contextmanager
 def symbolic_len(
-    model: nn.Module, loss: Callable[..., Any] | None = None, ints: bool = False, floats: bool = False
+    model: nn.Module, loss: Callable[..., Any] | None = None, sizes: bool = False, loops: bool = False
 ) -> Iterator[None]:
     """Give the packages of the model's classes and of the loss `tensor_len` for `len`; take it back at the end.
 
-    ints, floats: also `SizeInt` for `int`, `SizeFloat` for `float`. Modules with such functions of their own keep them.
+    sizes: also `SizeInt` for `int`, `SizeFloat` for `float`; loops, over samples: `size_range` for `range`. Modules with
+    such functions of their own keep them.
     """
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     names = {cls.__module__ for cls in classes} | {getattr(loss, "__module__", None) or type(loss).__module__}
     roots = {name.partition(".")[0] for name in names} - _LIBRARIES - sys.stdlib_module_names
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in roots]
-    ours = {"len": tensor_len, **({"int": SizeInt} if ints else {}), **({"float": SizeFloat} if floats else {})}
+    numbers: dict[str, Any] = {"int": SizeInt, "float": SizeFloat} if sizes else {}
+    ours = {"len": tensor_len, **numbers, **({"range": size_range} if loops else {})}
     changed = [(vars(module), name) for module in modules for name in ours if name not in vars(module)]
     for space, name in changed:
         space[name] = ours[name]

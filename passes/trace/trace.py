@@ -28,6 +28,7 @@ from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
+from autoptd.passes.loops.sizes_read import Branches, recorded_branches
 from autoptd.passes.normalise.functionalize import refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast
@@ -42,20 +43,18 @@ from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
 from autoptd.passes.trace.collect import changed_state, collect, name_new_buffers
 from autoptd.passes.trace.expand_repeats import expand_repeats
-from autoptd.passes.trace.fake import fake_cpu, with_ctc_shapes, without_shape_cache
+from autoptd.passes.trace.fake import fake_cpu, with_loss_shapes, without_shape_cache
 from autoptd.passes.trace.lean_export import lean_export, silent_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
 from autoptd.passes.trace.python_state import refuse_changes, refuse_own_draws, shares_memory, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import (
-    Branches,
     InputDim,
     bound_dims,
     check_inputs,
     fixed_at,
     picture_dims,
-    recorded_branches,
     table_dims,
 )
 from autoptd.passes.trace.tensor_len import symbolic_len
@@ -169,14 +168,7 @@ def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
         name = traced.buffers.get(arg)
         if name is None:
             raise UnsupportedOp("the loss writes to a buffer of its own", fix="hold the buffer in the model")
-        if other := next((n for n, x in held.items() if n != name and shares_memory(x, held[name])), ""):
-            one, two = (model.get_submodule(n.rpartition(".")[0]) for n in (name, other))
-            if one is two and name.rpartition(".")[2] == other.rpartition(".")[2]:
-                raise UnsupportedOp(
-                    f"forward updates the buffer {name} of a module that is also held as {other.rpartition('.')[0]}",
-                    where=name,
-                    fix="hold it in one place and call it from there twice, or give each place a module of its own",
-                )
+        if other := next((n for n, x in held.items() if x is not held[name] and shares_memory(x, held[name])), ""):
             raise UnsupportedOp(
                 f"forward updates the buffer {name}, which shares its memory with {other}",
                 where=name,
@@ -306,7 +298,7 @@ class _Exporter:
             return program
         written = program.graph
         refuse_writes_to_out(written)
-        with silent_export():
+        with silent_export(), with_loss_shapes():
             try:
                 program = program.run_decompositions({})
             except RuntimeError as error:
@@ -331,7 +323,7 @@ class _Exporter:
         fixed = self.fixed | {(name, d) for name, x in fake.items() for d, size in enumerate(x.shape) if size == 1}
         kinds = dict.fromkeys(fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
-        hooks, sizes = ForwardHooks(model), self.ints or self.known is not None
+        hooks, loops = ForwardHooks(model), self.known is not None
         self.branches.clear()
 
         def traced() -> torch.export.ExportedProgram:
@@ -351,12 +343,12 @@ class _Exporter:
             with (
                 without_collector(),
                 without_shape_cache(),
-                with_ctc_shapes(),
+                with_loss_shapes(),
                 lean_export(),
                 silent_export(),
                 refuse_own_draws(model),
                 refuse_packing_beside_cache(self.model, self.specs),
-                symbolic_len(model, self.objective.loss, sizes, sizes),
+                symbolic_len(model, self.objective.loss, self.ints or loops, loops),
                 written_to_trace(self.model),
                 hooks.running(),
                 write_assigned_buffers(root),

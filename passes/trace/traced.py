@@ -94,6 +94,7 @@ class Traced:
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Map every parameter name to the first name of the same tensor."""
+    """Map every name of a parameter or buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
-    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(x), name) for name, x in held}

@@ -1,0 +1,71 @@
+"""Masks that were computed twice, `x[~mask]` and `y[~mask]`, and `masked_select` as an index.
+
+torch knows two selections to have equally many rows if one tensor is the mask of both. So the first mask of equal ones
+takes the place of the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+_SELECTS = (torch.masked_select, Tensor.masked_select)
+_PLACES = (torch.where, Tensor.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+_PURE = re.compile(
+    r"(__)?r?(invert|and|or|xor|eq|ne|lt|le|gt|ge)(__)?|less(_equal)?|greater(_equal)?|not_equal"
+    r"|(logical|bitwise)_(not|and|or|xor)|is(nan|inf|finite)|bool|to|type|clone|contiguous|detach"
+    r"|(un)?squeeze|expand(_as)?|view|reshape|(un)?flatten|transpose|permute|movedim|t|__getitem__"
+)
+
+
+class EqualMasks:
+    """How the masks of a trace were computed, and the first one of each computation that selected rows."""
+
+    def __init__(self) -> None:
+        self._keys = WeakIdKeyDictionary()  # mask -> its computation, and its version then
+        self._first: dict[Hashable, Tensor] = {}
+        self._read: list[Tensor] = []  # keeps what computations name by its id
+
+    def selecting(self, func: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """Return a call, one that selects rows as an index by the first mask that is equal to its own."""
+        if func in _SELECTS and len(args) == 2:
+            x, mask = args
+            shape = torch.broadcast_shapes(x.shape, mask.shape)
+            if mask.shape != shape:
+                mask = (spread := mask.expand(shape), self.note(spread, Tensor.expand, (mask, shape), {}))[0]
+            func, args = Tensor.__getitem__, (x.expand(shape), mask)
+        if func == Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            return func, (args[0], self._equal(args[1]))
+        if func in _PLACES and len(args) == 1:
+            return func, (self._equal(args[0]),)
+        return func, args
+
+    def note(self, made: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Remember how a mask was computed."""
+        name = getattr(func, "__name__", "")
+        if isinstance(made, Tensor) and made.dtype == torch.bool and made not in self._keys and _PURE.fullmatch(name):
+            given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+            key = (name.strip("_"), *(self._key(x) if isinstance(x, Tensor) else str(x) for x in given), str(spec))
+            self._keys[made] = key, made._version
+
+    def _key(self, x: Tensor) -> Hashable:
+        key, version = self._keys.get(x, (None, -1))
+        if key is not None and version == x._version:
+            found: Hashable = key
+            return found
+        self._read.append(x)
+        return id(x), x._version
+
+    def _equal(self, mask: Tensor) -> Tensor:
+        """Return the first mask of the same computation, if neither was written to."""
+        key, version = self._keys.get(mask, (None, -1))
+        if key is None or version != mask._version:
+            return mask
+        first = self._first.setdefault(key, mask)
+        return first if self._keys[first][1] == first._version else mask

@@ -1,0 +1,131 @@
+"""Sizes that code outside of torch reads while a model is traced: branches on them, their text, Python's own numbers.
+
+    if x.size(0) > 4: …       torch guards it, but for what two or more samples decide
+    self.tables[f"{n}"]       torch writes the name of a symbol
+    max(n, 2)                 torch takes n, as it has two samples or more
+    for i in range(n): …      a number of samples, where loops over them are recorded: that of the example
+
+Each but the last is recorded as the relation that held.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import sympy
+from torch import SymBool, SymInt
+
+from autoptd.errors import UnsupportedOp
+
+Branches = dict[sympy.Basic, str]  # a relation of sizes that code of the model relied on -> its line
+
+
+_NO_BRANCHES = ("autoptd.", "logging", "warnings")  # modules that take no branch of a model's on a text
+
+
+@contextmanager
+def recorded_branches(found: Branches) -> Iterator[None]:
+    """Record what code outside of torch relies on: branches on sizes, the larger of two, texts of them."""
+    truth, shown = SymBool.__bool__, SymInt.__repr__
+
+    def note(relation: sympy.Basic) -> bool:
+        frame = _asking()
+        if _of_torch(frame):
+            return False
+        place = traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        found.setdefault(relation, line_text(place))
+        return True
+
+    def taken(self: SymBool) -> bool:
+        held = truth(self)
+        note(self.node.expr if held else sympy.Not(self.node.expr))
+        return held
+
+    def text(self: SymInt) -> str:
+        hint, silent = self.node.hint, _module(sys._getframe(1)).startswith(_NO_BRANCHES)
+        asked = hint is not None and not silent and note(sympy.Eq(self.node.expr, hint))
+        return str(hint) if asked else shown(self)
+
+    def larger(way: Callable[[SymInt, Any], Any], *, largest: bool) -> Callable[[SymInt, Any], Any]:
+        def chosen(self: SymInt, other: Any) -> Any:
+            made, one, two = way(self, other), self.node.expr, sympy.sympify(other)
+            expr = made.node.expr if isinstance(made, SymInt) else sympy.sympify(made)
+            if expr in (one, two):
+                more, less = (expr, two if expr == one else one) if largest else (two if expr == one else one, expr)
+                note(sympy.Ge(more, less, evaluate=False))
+            return made
+
+        return chosen
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(SymBool, "__bool__", taken))
+        patches.enter_context(patch.object(SymInt, "__repr__", text))
+        patches.enter_context(patch.object(SymInt, "__sym_max__", larger(SymInt.__sym_max__, largest=True)))
+        patches.enter_context(patch.object(SymInt, "__sym_min__", larger(SymInt.__sym_min__, largest=False)))
+        yield
+
+
+class Counts(Protocol):
+    """What knows which sizes depend on the number of samples."""
+
+    def of_samples(self, size: Any) -> bool:
+        """Return whether a size depends on the number of samples."""
+
+    def size(self, symbol: SymInt) -> int:
+        """Return a size that a number depends on."""
+
+
+@contextmanager
+def counted_by_hint(mode: Counts) -> Iterator[None]:
+    """Count in Python to the number of samples of the example, as in `range(x.shape[0])`, without fixing it to that.
+
+    Raises UnsupportedOp where another function of Python takes a number of samples: `math.gcd(x.shape[0], 4)`.
+    """
+    index = SymInt.__index__
+
+    def number(size: SymInt) -> int:
+        frame = sys._getframe(1)
+        if _of_torch(frame) or not mode.of_samples(size):
+            return int(index(size))
+        if not _module(frame).startswith("autoptd.") and _calls(frame):
+            raise UnsupportedOp(
+                "a function of Python is called with the number of samples",
+                fix="compute with sizes by +, -, *, // and %, or fix the number in the model",
+            )
+        return mode.size(size)
+
+    with patch.object(SymInt, "__index__", number), patch.object(SymInt, "__int__", number):
+        yield
+
+
+def _calls(frame: FrameType) -> bool:
+    """Return whether code calls a function now, and does not add lists or pick of them."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
+
+
+def _asking() -> FrameType:
+    """Return the frame that asks for what a size is: out of `SymInt.__bool__`, and of what wraps such functions."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (_module(frame) == "torch" or _module(frame).startswith("autoptd.passes.")):
+        frame = frame.f_back
+    return frame
+
+
+def _of_torch(frame: FrameType) -> bool:
+    return f"{_module(frame)}.".startswith("torch.")
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def line_text(frame: traceback.FrameSummary) -> str:
+    """Return a place in the user's code as text: its function, file, line and code."""
+    return f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})  {frame.line}"
