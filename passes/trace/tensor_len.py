@@ -89,8 +89,8 @@ def symbolic_len(
 ) -> Iterator[None]:
     """Give the packages of the model's classes and of the loss `tensor_len` for `len`; take it back at the end.
 
-    sizes: also `SizeInt` for `int`, `SizeFloat` for `float`; loops, over samples: `size_range` for `range`. Modules with
-    such functions of their own keep them.
+    sizes: also `SizeInt` for `int`, `SizeFloat` for `float`; loops, over samples: `size_range` for `range`. Modules
+    with such functions of their own keep them.
     """
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     names = {cls.__module__ for cls in classes} | {getattr(loss, "__module__", None) or type(loss).__module__}
