@@ -236,6 +236,7 @@ class Trainer:
 
     def _global_counts(self, microbatches: list[Microbatch]) -> Callable[[], tuple[Tensor, ...]]:
         """Return a function that gives counts over all microbatches and dp ranks; () if no stage reads any."""
+        self.communicators.watch.status.enter("counts", self.communicators.stage, None, "")
         return start_counts(self.stages, microbatches, self.communicators.dp, self.communicators.device)
 
     @torch.no_grad()

@@ -71,6 +71,26 @@ def ends(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(m.head(rows.view(len(ids), -1, WIDTH)[:, -1, :]), labels[:, -1].relu())
 
 
+def again(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """Two selections, each by a mask of its own that is computed alike."""
+    score, wanted, wide = m.one(h).squeeze(-1), (labels / WORDS).to(h.dtype), ids > 3
+    return (
+        F.mse_loss(score[labels != -100], wanted[labels != -100])
+        + F.mse_loss(score.masked_select(~wide), wanted.masked_select(~wide))
+        + F.l1_loss(h.masked_select(wide.unsqueeze(-1)), h.square().masked_select(wide.unsqueeze(-1)))
+        + F.l1_loss(score[torch.where(wide & (labels > 0))], wanted[torch.where(wide & (labels > 0))])
+    )
+
+
+def written(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    """One value for all places where a mask is true; and a mask that is written to, which no earlier one equals."""
+    some, made = ids > 3, h.clone()
+    made[torch.where(some)] = 0.5
+    before = h.detach()[some].mean()
+    some[:, 0] = True
+    return F.cross_entropy(m.head(made).mT, labels) + h[some].square().mean() + before + h[ids > 3].mean()
+
+
 def batch() -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(0, WORDS - 1, (6, TOKENS), generator=rng) for _ in range(2))
@@ -87,7 +107,7 @@ def off_by(body: Body, **fix: int) -> float:
 
 
 @pytest.mark.parametrize("fix", [{"dp": 2, "tp": 2, "micro": 1}, {"pp": 2, "tp": 2, "micro": 2}], ids=str)
-@pytest.mark.parametrize("body", [losses, layers, attention, ends])
+@pytest.mark.parametrize("body", [losses, layers, attention, ends, again, written])
 def test_selected_rows_are_as_on_one_process(body: Body, fix: dict[str, int]) -> None:
     assert off_by(body, **fix) <= TOLERANCE
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.errors import InputsError, PlanError, UnsupportedOp
+from autoptd.errors import AutoptdError, InputsError, PlanError, UnsupportedOp
 from autoptd.layout.size_conditions import SizeCondition
 
 SAMPLES, TOKENS = 8, 6
@@ -97,6 +97,39 @@ def test_branches_that_only_loops_over_samples_can_be_traced_for(branch: Branch,
         autoptd.plan(traced(branch, examples), world=1, batch=SAMPLES, cluster="dgx-h100")
 
 
+def named(y: Tensor) -> Tensor:
+    return y * {"8": 2, "2": 3}.get(f"{y.size(0)}", 4)
+
+
+def shown(y: Tensor) -> Tensor:
+    return y * (2 if str(tuple(y.shape)).startswith("(8,") else 3)
+
+
+@pytest.mark.parametrize("branch", [named, shown])
+@pytest.mark.fault("a branch on the number of samples")
+def test_a_branch_on_the_text_of_a_size_is_one_on_the_size(branch: Branch) -> None:
+    par = autoptd.parallelize(source := traced(branch, 2), world=1, batch=SAMPLES, cluster="dgx-h100", optimizer="sgd")
+    with torch.no_grad():
+        expected = float(source.model(batch()))
+    assert float(par.train_step({"x": batch()})) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_table_by_the_length_of_a_sequence_is_one_for_that_length() -> None:
+    source = traced(lambda y: y * {"4": 2, "6": 3}[f"{y.size(1)}"], SAMPLES)
+    par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", optimizer="sgd")
+    with pytest.raises(InputsError, match="traced where s == 6, but here s = 4"):
+        par.eval_step({"x": batch(tokens=4)})
+
+
+@pytest.mark.parametrize("function", [lambda b: math.gcd(b, 12), math.log, lambda b: b.bit_length(), hash])
+@pytest.mark.fault("a number of samples read in Python")
+def test_functions_of_python_get_no_number_of_samples(function: Callable[[int], float]) -> None:
+    """Where loops over samples are traced, they would be given that of the trace."""
+    with pytest.raises(AutoptdError) as error:
+        traced(lambda y: y * function(y.size(0)), SAMPLES)
+    assert error.value.fix
+
+
 def several(y: Tensor) -> Tensor:
     return y * 2 if y.size(0) > 1 else y
 
@@ -107,13 +140,11 @@ def test_a_step_of_one_sample_takes_no_branch_for_several() -> None:
         par.eval_step({"x": batch(1)})
 
 
-def largest(y: Tensor) -> Tensor:
-    return y * max(y.size(0), 4)
-
-
-def test_numbers_of_the_batch_s_size_are_not_those_of_a_microbatch() -> None:
+@pytest.mark.parametrize("number", [lambda b: max(b, 4), lambda b: min(b, 2), lambda b: 1 % b, lambda b: 1 // b + 1])
+def test_numbers_of_the_batch_s_size_are_not_those_of_a_microbatch(number: Callable[[int], int]) -> None:
+    """Also those that differ for a microbatch of one sample only."""
     with pytest.raises(UnsupportedOp, match="computes with the number of samples"):
-        traced(largest, 2)
+        traced(lambda y: y * number(y.size(0)), 2)
 
 
 @pytest.mark.parametrize("branch", [ghost, in_fours])

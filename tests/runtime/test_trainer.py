@@ -296,6 +296,19 @@ def test_a_batch_without_any_valid_label_is_no_step() -> None:
         run_lockstep(mesh, body)
 
 
+def test_an_error_in_counting_labels_is_one_of_an_action() -> None:
+    """So that the watchdog ends the job: other ranks already wait for the counts."""
+
+    def body(c: Communicators) -> None:
+        trainer = build(c, tiny.layout(Mesh()))
+        trainer.stage.loss_counts = lambda **_: [][0]  # type: ignore[attr-defined]
+        with pytest.raises(IndexError):
+            trainer.train_step(tiny.batch(6, 0))
+        assert c.watch.status.snapshot().action == "counts"
+
+    run_lockstep(Mesh(), body)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

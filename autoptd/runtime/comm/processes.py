@@ -79,7 +79,7 @@ def connect_processes(
     """
     _check_world(mesh)
     device = start_processes(device, timeout_s)
-    watch: Watchdog | Unwatched = Unwatched()
+    watch: Watchdog | Unwatched = Unwatched(mesh.world)
     if limits is not None and mesh.world > 1:
         watch = Watchdog(default_store(), dist.get_rank(), mesh.world, limits, store_host())
         watch.start()

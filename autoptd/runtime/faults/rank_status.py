@@ -16,7 +16,7 @@ from types import TracebackType
 
 import torch
 
-from autoptd.errors import CheckpointError
+from autoptd.errors import CheckpointError, RuntimeFault
 
 BETWEEN = "between steps"
 
@@ -106,18 +106,26 @@ class PendingComm:
 
 
 class Unwatched:
-    """A watcher that does nothing, for a single rank or ranks that are threads of one process."""
+    """A watcher for one of `world` ranks that only ends its own part in the job: after an error within an action, its
+    next step would meet the last one of the others. Ranks that are threads of one process count as one."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = 1) -> None:
         self.status = RankStatus()
+        self._world, self._failed = world, ""
 
     def __enter__(self) -> None:
-        return None
+        if self._failed:
+            raise RuntimeFault(
+                f"an earlier step failed on this rank, which is no longer at the step of the others: {self._failed}",
+                fix="start again from the last checkpoint",
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
+        here = self.status.snapshot()
+        if error is not None and not isinstance(error, CheckpointError) and (here.action or here.comm):
+            self._failed = f"{type(error).__name__}: {error}" if self._world > 1 else ""
 
 
 def ranks(numbers: tuple[int, ...]) -> str:

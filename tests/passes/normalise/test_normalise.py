@@ -181,6 +181,18 @@ def repeated(self: nn.Module, h: Tensor) -> Tensor:
     return total
 
 
+def tiled(self: nn.Module, h: Tensor) -> Tensor:
+    positions = torch.tile(torch.arange(h.shape[1], dtype=h.dtype), [h.shape[0], 1])
+    return h * positions.unsqueeze(-1) + torch.tile(self.second(h)[:, :1], (h.shape[1], 1))
+
+
+def loss_of_each_label(self: nn.Module, h: Tensor) -> Tensor:
+    """torch's second trace, for the tensor of a size, takes the loss for a mean."""
+    z = self.second(h).flatten(0, 1)
+    loss = F.cross_entropy(z, z.detach().argmax(-1), reduction="none")
+    return loss.view(h.shape[:2]) / torch.tensor(h.shape[1]).clamp(min=2)
+
+
 def half_sizes(self: nn.Module, h: Tensor) -> Tensor:
     keep = h.size(1) // 2 + 1
     return self.second(h[:, :keep]) * (h.shape[0] / h.shape[0])
@@ -217,6 +229,8 @@ CASES = [
     Case(unequal_split, "chunk"),
     Case(views, "flatten unflatten view view_as expand_as expand"),
     Case(repeated, "", "arange"),
+    Case(tiled, "tile", "repeat"),
+    Case(loss_of_each_label),
     Case(half_sizes),
 ]
 

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from autoptd.errors import CheckpointError, PlanError, RuntimeFault
+from autoptd.errors import CheckpointError, InputsError, PlanError, RuntimeFault
 from autoptd.runtime.comm.process_group import default_store
 from autoptd.runtime.comm.restart_store import attempt_store
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
-from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Snapshot
+from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Snapshot, Unwatched
 from autoptd.runtime.faults.watchdog import Watchdog, _last_snapshot
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +71,20 @@ def test_an_exception_within_an_action_is_every_rank_s(
     assert "rank 1, stage 1, action B3, microbatch 3, module blocks.4 … blocks.7" in str(told.value)
     assert "rank 0 meanwhile: between steps" in str(told.value)
     assert "rank 1, stage 1, action B3" in capsys.readouterr().err
+
+
+def test_without_a_watchdog_a_rank_that_failed_takes_no_further_step() -> None:
+    apart, alone = Unwatched(world=2), Unwatched()
+    for watch in (apart, alone):
+        with pytest.raises(InputsError), watch:  # no action yet: all ranks raise it
+            raise InputsError("no batch")
+        with pytest.raises(IndexError), watch:
+            watch.status.enter("F0", 0, 0, "")
+            raise IndexError("label 100")
+    with pytest.raises(RuntimeFault, match=r"an earlier step failed on this rank.*IndexError: label 100"), apart:
+        pass
+    with alone:
+        pass
 
 
 @pytest.mark.parametrize("error", [CheckpointError("disk full"), PlanError("no such key")], ids=repr)
