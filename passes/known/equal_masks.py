@@ -25,7 +25,7 @@ _PURE = re.compile(
 
 
 class EqualMasks:
-    """How the masks of a trace were computed, and the first one of each computation that selected rows."""
+    """The computations of the masks of a trace, and the first mask of each that selected rows."""
 
     def __init__(self) -> None:
         self._keys = WeakIdKeyDictionary()  # mask -> its computation, and its version then

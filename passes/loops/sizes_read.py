@@ -73,7 +73,7 @@ def recorded_branches(found: Branches) -> Iterator[None]:
 
 
 class Counts(Protocol):
-    """What knows which sizes depend on the number of samples."""
+    """Knowledge of which sizes depend on the number of samples."""
 
     def of_samples(self, size: Any) -> bool:
         """Return whether a size depends on the number of samples."""

@@ -2,7 +2,7 @@
 
 A float32 perceptron takes float32 inputs. Planned in bf16, its weights are bf16, and its first matrix product would get
 both dtypes. Inputs that reach a product through views and copies only are therefore cast on entry. Tensors computed
-from an input, such as the sines of a time step, are not; `float_types.py` refuses a product that gets one.
+from an input, such as the sines of a time step, are cast by the product (`known/one_type.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.graph import ancestors, op_name
+from autoptd.passes.known.one_type import multiplies, takes_one_type
 
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addbmm", "addmv", "einsum", "bilinear")
-_CONVOLUTIONS = "conv"  # conv1d, conv_transpose2d, convolution
 _MOVES = ("view", "reshape", "flatten", "cat", "stack", "clone", "contiguous", "flip", "roll", "pad", "constant_pad_nd")
 
 
@@ -28,7 +27,7 @@ def inputs_to_cast(
     """
     found = set[str]()
     for node in graph.nodes:
-        if not (node.op == "call_function" and _multiplies(op_name(node))):
+        if not (node.op == "call_function" and multiplies(op_name(node))):
             continue
         made_of = {n: _sources(n) & inputs.keys() for n in node.all_input_nodes}
         if any(_type(n) == computed and not names for n, names in made_of.items()):
@@ -36,8 +35,14 @@ def inputs_to_cast(
     return found
 
 
-def _multiplies(name: str) -> bool:
-    return name in _PRODUCTS or name.startswith(_CONVOLUTIONS) or name == "scaled_dot_product_attention"
+def mixes_types(graph: fx.Graph, given: Collection[torch.dtype], computed: torch.dtype) -> bool:
+    """Return whether an op of one type gets operands of dtype `computed` and of one in `given`."""
+    for node in graph.nodes:
+        if node.op == "call_function" and takes_one_type(op_name(node)):
+            types = {_type(n) for n in node.all_input_nodes}
+            if computed in types and not types.isdisjoint(given):
+                return True
+    return False
 
 
 def _type(node: fx.Node) -> torch.dtype | None:

@@ -26,12 +26,13 @@ from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import updated_values
 from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
+from autoptd.passes.known.one_type import OneType
 from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.loops.sizes_read import Branches, recorded_branches
 from autoptd.passes.normalise.functionalize import refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
-from autoptd.passes.normalise.input_types import inputs_to_cast
+from autoptd.passes.normalise.input_types import inputs_to_cast, mixes_types
 from autoptd.passes.normalise.view_writes import (
     copy_detached,
     copy_written_inputs,
@@ -201,6 +202,7 @@ class _Exporter:
     written: set[str] = field(default_factory=set)  # inputs that forward writes to
     turns: RowTurns = field(default_factory=RowTurns)
     branches: Branches = field(default_factory=dict)
+    one_type: bool = False  # whether tensors that forward makes are cast where they meet those of `precision`
 
     def with_fixed_sizes(self) -> _Exporter:
         """Return an exporter for which all sizes but the number of samples are those of the example inputs."""
@@ -233,8 +235,7 @@ class _Exporter:
             return replace(self, fixed=fixed, because=user_line(needed)).with_casts(repeats=repeats)
 
     def _with_casts(self, *, repeats: bool) -> tuple[_Exporter, torch.export.ExportedProgram]:
-        given = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        computed = PRECISIONS[self.precision]
+        given, computed = self._written(), PRECISIONS[self.precision]
         names = [
             n for n, (_, dtype) in self.specs.items() if dtype in given - {computed} and n not in self.objective.targets
         ]
@@ -243,16 +244,25 @@ class _Exporter:
             to_cast = self._inputs_to_cast(program, names, given - {computed}, computed)
         except TraceError as error:
             written = next((name for name, dtype in PRECISIONS.items() if {dtype} == given), None)
-            if isinstance(error, UnsupportedOp) or not names or written is None:
+            if isinstance(error, UnsupportedOp) or computed in given or written is None:
                 raise
             program = replace(self, precision=written).run(repeats=repeats)
             to_cast = self._inputs_to_cast(program, names, given, PRECISIONS[written])
-            if not to_cast:
-                raise
-        if not to_cast:
-            return self, program
-        exporter = replace(self, casts=dict.fromkeys(to_cast, computed))
-        return exporter, exporter.run(repeats=repeats)
+            exporter = replace(self, casts=dict.fromkeys(to_cast, computed), one_type=True)
+            try:
+                return exporter, exporter.run(repeats=repeats)
+            except TraceError:
+                raise error from error.__cause__
+        exporter = replace(self, casts=dict.fromkeys(to_cast, computed)) if to_cast else self
+        program = exporter.run(repeats=repeats) if to_cast else program
+        if mixes_types(program.graph, given - {computed}, computed):
+            exporter = replace(exporter, one_type=True)
+            program = exporter.run(repeats=repeats)
+        return exporter, program
+
+    def _written(self) -> set[torch.dtype]:
+        """Return the float types of the user's parameters."""
+        return {p.dtype for p in self.model.parameters() if p.is_floating_point()}
 
     def _inputs_to_cast(
         self,
@@ -330,7 +340,8 @@ class _Exporter:
             found = Repeats(model) if repeats and not hooks else None
             self.turns.rows.clear()
             repeating = nullcontext() if found is None else found.running()
-            with repeating, random_code(self.skips), recorded_branches(self.branches):
+            typed = OneType(self._written(), PRECISIONS[self.precision]) if self.one_type else nullcontext()
+            with repeating, random_code(self.skips), recorded_branches(self.branches), typed:
                 program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
             buffers = program.graph_signature.inputs_to_buffers
             inline_regions(program.graph, program.graph_module, buffers)  # writes within them are looked for next

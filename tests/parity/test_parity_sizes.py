@@ -124,7 +124,7 @@ def test_a_table_by_the_length_of_a_sequence_is_one_for_that_length() -> None:
 @pytest.mark.parametrize("function", [lambda b: math.gcd(b, 12), math.log, lambda b: b.bit_length(), hash])
 @pytest.mark.fault("a number of samples read in Python")
 def test_functions_of_python_get_no_number_of_samples(function: Callable[[int], float]) -> None:
-    """Where loops over samples are traced, they would be given that of the trace."""
+    """They would be given that of the trace, where loops over samples are traced."""
     with pytest.raises(AutoptdError) as error:
         traced(lambda y: y * function(y.size(0)), SAMPLES)
     assert error.value.fix
