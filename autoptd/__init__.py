@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoptd.errors import AutoptdError
     from autoptd.plans.model import Plan
 
-__all__ = ["AutoptdError", "Cluster", "Parallel", "Plan", "TracedModel", "parallelize", "plan", "trace"]
+__all__ = ["AutoptdError", "Cluster", "Parallel", "Plan", "TracedModel", "parallelize", "plan", "shared", "trace"]
 
 _MODULES = {
     "AutoptdError": "autoptd.errors",
@@ -29,6 +29,7 @@ _MODULES = {
     "TracedModel": "autoptd.compile.traced",
     "parallelize": "autoptd.api",
     "plan": "autoptd.api",
+    "shared": "autoptd.layout.sample_rows",
     "trace": "autoptd.api",
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, PlanError, TraceError, UnsupportedOp, nearest
-from autoptd.layout.sample_rows import PLAIN, SHARED, Rows, readings, with_samples
+from autoptd.layout.sample_rows import PLAIN, SHARED, Rows, is_declared, readings, with_samples
 from autoptd.layout.size_conditions import all_hold
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
@@ -167,7 +167,7 @@ def read_model(
     for rows in readings(examples):
         try:
             found = traced_with(examples, rows)
-            _refuse_two_readings(examples, rows, traced_with)
+            _refuse_two_readings(found, examples, rows, traced_with)
             return found
         except TraceError as error:
             first = first or error
@@ -179,26 +179,32 @@ def read_model(
 
 
 def _refuse_two_readings(
-    examples: Mapping[str, Tensor], rows: Rows, traced_with: Callable[[Mapping[str, Tensor], Rows], TracedModel]
+    found: TracedModel,
+    examples: Mapping[str, Tensor],
+    rows: Rows,
+    traced_with: Callable[[Mapping[str, Tensor], Rows], TracedModel],
 ) -> None:
-    """Raise InputsError for an input that may have several rows for each sample, if all samples may share it as well.
+    """Raise InputsError for an input that may have rows for each sample, if all samples may share it as well.
 
-    A data-parallel rank is given its part of the one and all of the other.
+    A data-parallel rank is given its part of the one and all of the other. Tried are several rows for each sample, and
+    one where a loss over the whole batch picks rows of the input, as of weights of classes.
     """
-    guessed = {name: row for name, row in rows.items() if row not in (PLAIN, SHARED)}
-    if not guessed:
-        return
-    try:
-        shared = traced_with(examples, {**rows, **dict.fromkeys(guessed, SHARED)})
-    except Exception:  # noqa: BLE001  whatever a library raises where sizes do not fit
-        return
-    if not shared.folded.loss_form.refused:
-        name, row = next(iter(guessed.items()))
-        raise InputsError(
-            f"input {name!r} of shape {list(examples[name].shape)} may have {row}, or be shared by all samples",
-            where=f"inputs: {name}",
-            fix="give example inputs of another number of samples, such as 3 or 7, for which only one is possible",
-        )
+    whole = found.folded.traced.read_whole
+    for name in (n for n, row in rows.items() if row not in (PLAIN, SHARED) or (row == PLAIN and n in whole)):
+        if is_declared(examples[name]):
+            continue
+        try:
+            shared = traced_with(examples, {**rows, name: SHARED})
+        except Exception:  # noqa: BLE001  whatever a library raises where sizes do not fit
+            continue
+        if not shared.folded.loss_form.refused:
+            raise InputsError(
+                f"input {name!r} of shape {list(examples[name].shape)} may have {rows[name]}, or be shared by all "
+                "samples",
+                where=f"inputs: {name}",
+                fix=f"say which, inputs={{{name!r}: autoptd.shared(x)}} or autoptd.shared(x, False); or give example "
+                "inputs of another number of samples, such as 3 or 7, for which only one is possible",
+            )
 
 
 def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autoptd.errors import InputsError
+
 
 @dataclass(frozen=True)
 class SampleRows:
@@ -50,12 +52,31 @@ class SampleRows:
 
 
 _MOST = 3  # sizes that are tried as the number of samples
+_MARK = "_autoptd_shared"  # attribute of example inputs
 
 PLAIN = SampleRows()
 SHARED = SampleRows(rows=0)
 
 
 Rows = Mapping[str, SampleRows]  # of every input
+
+
+def shared(example: Tensor, by_all: bool = True) -> Tensor:
+    """Return an example input that all samples share, whatever its sizes: each rank gives it whole in every step.
+
+    by_all: False for one that has rows for each sample, where it may as well be shared. Unmarked inputs are shared if
+    they have no dim as long as the number of samples. Raises InputsError for what is no tensor.
+    """
+    if not isinstance(example, Tensor):
+        raise InputsError(f"shared is given {type(example).__name__}, not a tensor", fix="mark each tensor: shared(x)")
+    marked = example.detach()
+    setattr(marked, _MARK, by_all)
+    return marked
+
+
+def is_declared(example: Tensor) -> bool:
+    """Return whether the user said what an example input is."""
+    return hasattr(example, _MARK)
 
 
 def samples_first(names: Iterable[str], rows: Rows) -> list[str]:
@@ -66,17 +87,22 @@ def samples_first(names: Iterable[str], rows: Rows) -> list[str]:
 def readings(inputs: Mapping[str, Tensor]) -> Iterator[Rows]:
     """Yield what the dims of example inputs may be, most likely first: only a trace tells which it is."""
     given: list[Rows] = []
-    for samples in _counts(inputs) or [0]:
+    declared = {name: SHARED for name, x in inputs.items() if getattr(x, _MARK, False)}
+    others = {name: x for name, x in inputs.items() if name not in declared}
+    for samples in _counts(others) or [0]:
         for several in (True, False):
-            found = find_rows(inputs, samples, several=several)
+            found = declared | find_rows(others, samples, several=several)
             if (rows := {name: found.get(name, PLAIN) for name in inputs}) not in given:
                 given.append(rows)
                 yield rows
 
 
 def samples_in(inputs: Mapping[str, Tensor], rows: Rows) -> int:
-    """Return the number of samples of inputs that are read so."""
-    return next(rows[name].apart(x).shape[0] for name, x in inputs.items() if rows[name] != SHARED)
+    """Return the number of samples of inputs that are read so. Raises InputsError if none has samples."""
+    found = next((rows[name].apart(x).shape[0] for name, x in inputs.items() if rows[name] != SHARED), None)
+    if found is None:
+        raise InputsError("all inputs are shared by all samples", fix="give an input with a leading batch dim")
+    return found
 
 
 def _counts(inputs: Mapping[str, Tensor]) -> list[int]:

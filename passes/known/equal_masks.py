@@ -38,7 +38,9 @@ class EqualMasks:
             x, mask = args
             shape = torch.broadcast_shapes(x.shape, mask.shape)
             if mask.shape != shape:
-                mask = (spread := mask.expand(shape), self.note(spread, Tensor.expand, (mask, shape), {}))[0]
+                spread = mask.expand(shape)
+                self.note(spread, Tensor.expand, (mask, shape), {})
+                mask = spread
             func, args = Tensor.__getitem__, (x.expand(shape), mask)
         if func == Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             return func, (args[0], self._equal(args[1]))

@@ -56,6 +56,9 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
         if _is_end(end, states, sources, graph, traced):
             for node in end:
                 mark_whole(node)
+            read = {o for n in end for o in operands(n) if o not in end and o not in sources.of_parameters}
+            given = read | ancestors(read)
+            traced.read_whole = frozenset(traced.inputs[n.name] for n in given if n.name in traced.inputs)
             _take_samples_apart(graph, end, states)
             return
 

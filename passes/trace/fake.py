@@ -75,5 +75,5 @@ def with_loss_shapes() -> AbstractContextManager[Any]:
         with mode:
             return _class_loss_shape(given["self"], given["target"], given.get("reduction", 1))
 
-    ours = {torch.ops.aten._ctc_loss.Tensor: of_ctc, **dict.fromkeys(_OF_CLASSES, of_classes)}
+    ours: dict[Any, Any] = {torch.ops.aten._ctc_loss.Tensor: of_ctc, **dict.fromkeys(_OF_CLASSES, of_classes)}
     return patch.dict(fake_impls.op_implementations_dict, ours)

@@ -18,6 +18,7 @@ from autoptd.parallel import Parallel
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from autoptd.verification.verdict import verify_plan
 
 SAMPLES, TOKENS, WIDTH, CLASSES = 8, 6, 16, 5
 MESHES: list[dict[str, Any]] = [{"dp": 2, "tp": 2, "pp": 2}, {"dp": 4, "micro": 1}, {"pp": 2, "micro": 2}]
@@ -165,17 +166,51 @@ def test_an_input_that_may_be_shared_or_not_is_refused() -> None:
     assert "texts has no dim of samples: all samples of a step share it" in traced(3).notes
 
 
-def test_weights_of_as_many_classes_as_samples_are_refused() -> None:
-    with pytest.raises(
-        AutoptdError, match=r"weights of classes have .* seem to be of samples|bakes the batch size 8 of input 'w'"
-    ):
-        autoptd.trace(
-            nn.Linear(WIDTH, SAMPLES).double(),
-            inputs={"input": real(SAMPLES, WIDTH)},
-            targets={"y": torch.randint(SAMPLES, (SAMPLES,)), "w": torch.rand(SAMPLES, dtype=torch.float64)},
-            loss=lambda z, y, w: F.cross_entropy(z, y, weight=w),
-            precision="fp64",
-        )
+class Weighted(nn.Module):
+    """As many classes as samples, with weights of these; `w[y]` has a number for each sample in either case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, SAMPLES)
+
+    def forward(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return (F.cross_entropy(self.layer(x), y, reduction="none") * w[y]).sum() / w.sum()
+
+    @staticmethod
+    def batch() -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        return {"x": real(SAMPLES, WIDTH), "y": torch.randint(SAMPLES, (SAMPLES,)), "w": real(SAMPLES).exp()}
+
+
+@pytest.mark.parametrize("fix", [{"dp": 4, "micro": 1}, {"dp": 2, "tp": 2, "micro": 2}], ids=str)
+def test_an_input_that_is_said_to_be_shared_is(fix: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, batch = Weighted().double(), Weighted.batch()
+    inputs = batch | {"w": autoptd.shared(batch["w"])}
+    par = autoptd.parallelize(
+        copy.deepcopy(model), world=4, inputs=inputs, precision="fp64", batch=SAMPLES, cluster="dgx-h100", fix=fix,
+        optimizer="sgd", optimizer_options=SGD,
+    )  # fmt: skip
+    assert "w has no dim of samples: all samples of a step share it" in par.plan.notes
+    ours = train_in_lockstep(par, [batch, batch])
+    alone = train_alone(copy.deepcopy(model), [batch, batch], optimizer="sgd", optimizer_options=SGD)
+    assert ours.losses == pytest.approx(alone.losses, rel=1e-10)
+    assert max(differences(ours.state, alone.state).values()) < 1e-10
+    assert verify_plan(par.plan, model, inputs=inputs).agrees
+    with pytest.raises(InputsError, match=r"'w' .* may have a row of dim 0 for each sample, or be shared"):
+        autoptd.trace(model, inputs=batch, precision="fp64")
+    inputs["w"] = autoptd.shared(batch["w"], False)
+    rows = autoptd.trace(model, inputs=inputs, precision="fp64")
+    assert not any("w has" in note for note in rows.notes)
+    plan = autoptd.plan(rows, world=1, batch=SAMPLES, cluster="dgx-h100")
+    assert verify_plan(plan, model, inputs=inputs).agrees
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(InputsError, match="shared is given float, not a tensor"):
+        autoptd.shared(0.3)  # type: ignore[arg-type]
+    with pytest.raises(InputsError, match="all inputs are shared by all samples"):
+        autoptd.trace(nn.Linear(WIDTH, 2), inputs={"input": autoptd.shared(real(SAMPLES, WIDTH))}, loss=torch.sum)
 
 
 def test_a_loss_function_takes_a_shared_target() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from autoptd.compile.program import read_sharding
 from autoptd.compile.traced import TracedModel, read_model
 from autoptd.errors import AutoptdError, PlanError
+from autoptd.layout.sample_rows import SHARED, shared
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.loss import Targets
@@ -247,7 +248,9 @@ def _replace(model: nn.Module, name: str, value: Tensor) -> None:
 def _examples(planned: TracedModel, sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Return inputs of the planned model on meta, at other sizes."""
     values = {s: sizes.get(str(s), n) for s, n in {**planned.sizes, BATCH: 2}.items()} | {BATCH: 2}
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in inputs_of(planned, values)}
+    found = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in inputs_of(planned, values)}
+    rows = planned.folded.traced.rows
+    return {name: shared(x, rows.get(name) == SHARED) for name, x in found.items()}
 
 
 def _refuse_large(small: TracedModel, plan: Plan) -> None:
