@@ -26,7 +26,7 @@ def test_the_public_names_are_sorted_and_there():
 
 def test_the_public_names_are_frozen():
     types = ["AutoptdError", "Cluster", "Parallel", "Plan", "TracedModel"]
-    assert autoptd.__all__ == [*types, "parallelize", "plan", "trace"]
+    assert autoptd.__all__ == [*types, "parallelize", "plan", "shared", "trace"]
 
 
 def test_importing_autoptd_does_not_import_torch_or_a_solver():

@@ -167,7 +167,7 @@ def test_an_input_that_may_be_shared_or_not_is_refused() -> None:
 
 
 class Weighted(nn.Module):
-    """As many classes as samples, with weights of these; `w[y]` has a number for each sample in either case."""
+    """A loss with weights of as many classes as samples: `w[y]` has a number for each sample in either case."""
 
     def __init__(self) -> None:
         super().__init__()
