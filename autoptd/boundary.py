@@ -22,12 +22,12 @@ from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from inspect import isfunction
+from inspect import isfunction, signature
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from autoptd.errors import AutoptdError
+from autoptd.errors import AutoptdError, InputsError, nearest
 from autoptd.outputs import write_whole
 
 if TYPE_CHECKING:
@@ -42,11 +42,18 @@ _ANSWER_S = 2.0  # timeout of the launcher's store
 
 
 def public(call: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a public function so that an AutoptdError leaves it without the package's frames and chained errors."""
+    """Wrap a public function so that an AutoptdError leaves it without the package's frames and chained errors.
+
+    An unknown keyword is an InputsError.
+    """
+    names = [p.name for p in signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    takes_any = len(names) < len(signature(call).parameters)
 
     @wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
+            if not takes_any and (unknown := next((name for name in kwargs if name not in names), "")):
+                raise _unknown_keyword(call.__name__, unknown, kwargs[unknown], names)
             return call(*args, **kwargs)
         except AutoptdError as error:
             if debugging():
@@ -59,6 +66,13 @@ def public(call: Callable[P, T]) -> Callable[P, T]:
         raise found.with_traceback(None) from None
 
     return called
+
+
+def _unknown_keyword(function: str, name: str, value: object, names: list[str]) -> InputsError:
+    fix = nearest(name, [n for n in names if n != "self"])
+    if "fix" in names and not fix.startswith("did you mean"):
+        fix = f"a choice of the plan is passed as fix={{{name!r}: {value!r}}}; {fix}"
+    return InputsError(f"{function} has no keyword {name!r}", where=name, fix=fix)
 
 
 def public_methods(cls: type[T]) -> type[T]:

@@ -879,6 +879,41 @@ def test_wrong_batches(running: autoptd.Parallel, batch: Any, said: str):
     assert all(torch.equal(before[name], value) for name, value in running.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("keyword", "said"),
+    [({"zero": 3}, "fix={'zero': 3}"), ({"bach": 8}, "did you mean 'batch'"), ({"presicion": "fp32"}, "precision")],
+)
+def test_keywords_that_there_are_not(keyword: dict[str, Any], said: str):
+    with pytest.raises(InputsError, match=f"plan has no keyword '{next(iter(keyword))}'") as caught:
+        autoptd.plan(Scalar(), inputs=X, **EIGHT, **keyword)
+    assert said in caught.value.fix
+
+
+VERIFIED = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("table", torch.arange(8.0))
+    def forward(self, x):
+        return (self.layer(x) * self.table).square().mean()
+    def example_inputs(self, samples, seq):
+        return {"x": torch.empty(samples, 8)}
+"""
+
+
+def test_a_module_with_a_table_of_its_own_is_verified_by_its_name(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "tabled.py").write_text(VERIFIED)
+    monkeypatch.chdir(tmp_path)
+    words = ("--world", "2", "--cluster", "local", "--batch", "4", "-o", "plan.json")
+    assert run_cli(capsys, "plan", "tabled:Net", *words)[0] == 0
+    code, out, err = run_cli(capsys, "verify", "plan.json", "--model", "tabled:Net")
+    assert code == 0, out + err
+    assert "certificate stored" in out
+
+
 def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     capsys.readouterr()
     code = cli.main(list(words))

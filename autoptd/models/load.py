@@ -73,6 +73,8 @@ def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
         return from_config(file, device), path.resolve().name if path.is_dir() else _short_name(path)
     if ":" in name:
         return _from_callable(name, device), name.partition(":")[2]
+    if path.suffix == ".py":
+        raise ModelError(f"{name} is a file of code, not a model", fix=f"name what returns the model: {name}:make")
     fix = f"{nearest(name, model_names())}; or {_ACCEPTED.removeprefix('pass a shipped name, ')}"
     raise ModelError(f"there is no model {name!r}", fix=fix)
 
@@ -180,6 +182,12 @@ def _find_callable(name: str) -> Callable[..., Any]:
         what = f"cannot import {module_name!r}: {_first_line(error)}"
         raise ModelError(what, where=_place(error), fix=f"run in the folder of {module_name}, or install it") from error
     found = getattr(module, attribute, None)
+    if hasattr(found, "named_parameters") and not isinstance(found, type):
+        raise ModelError(
+            f"{name} is a module, not a function that returns one",
+            where=name,
+            fix=f"name a function or class: def make(): return {attribute}",
+        )
     if not callable(found):
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         fix = nearest(attribute, callables) if callables else "define a function there that returns the model"

@@ -329,12 +329,13 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return all parameters, and buffers that steps update, full, by original name, on every rank. A collective."""
         result = {}
-        for name, spec in self.layout.parameters.items():
-            with self._buffers.whole([name]):
-                result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
-        for name, spec in self.layout.buffers.items():
-            if spec.updated:
-                result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
+        with self.communicators.watch.status.calling("state_dict"):
+            for name, spec in self.layout.parameters.items():
+                with self._buffers.whole([name]):
+                    result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
+            for name, spec in self.layout.buffers.items():
+                if spec.updated:
+                    result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
         return result
 
     def local_tensors(self) -> dict[str, Tensor]:
@@ -352,7 +353,8 @@ class Trainer:
         main = {
             name: torch.promote_types(spec.dtype or self.layout.dtype, torch.float32) for name, spec in used.items()
         }
-        return {name: self._collect(local.get(name), spec, main[name]) for name, spec in used.items()}
+        with self.communicators.watch.status.calling("gradients"):
+            return {name: self._collect(local.get(name), spec, main[name]) for name, spec in used.items()}
 
     @torch.no_grad()
     def _collect(self, local: Tensor | None, spec: TensorSpec, dtype: torch.dtype) -> Tensor:

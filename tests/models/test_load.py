@@ -296,6 +296,7 @@ def late():
     return my_layers.layer()
 def build(): return nn.Linear(3, 4)
 def wrong(): return 5
+made = nn.Linear(3, 4)
 def broken():
     raise KeyError("no such layer")
 """
@@ -327,7 +328,9 @@ def test_a_callable_in_the_current_folder():
     [
         ("my_script:biuld", "did you mean 'build'"),
         ("my_script:wrong", "returned int, not an nn.Module"),
-        ("my_script:broken", "my_script.py:9"),
+        ("my_script:broken", "my_script.py:10"),
+        ("my_script:made", "is a module, not a function that returns one"),
+        ("my_script.py", "name what returns the model: my_script.py:make"),
         ("my_scrypt:build", "cannot import 'my_scrypt'"),
         ("gpt2-", "did you mean 'gpt2'"),
         ("", "there is no model ''"),

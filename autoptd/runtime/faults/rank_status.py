@@ -67,6 +67,13 @@ class RankStatus:
                 self.here = replace(self.here, module=module)
             raise
 
+    @contextmanager
+    def calling(self, method: str) -> Iterator[None]:
+        """Say that this rank is in a method that waits for all ranks."""
+        self.leave(f"in {method}(), which every rank has to call")
+        yield
+        self.leave()
+
     def leave(self, doing: str = BETWEEN) -> None:
         """Record that no action is running."""
         self._move(Snapshot(doing=doing))
