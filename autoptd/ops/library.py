@@ -190,6 +190,22 @@ def marked_columns(x: Tensor, mask: Tensor, count: int) -> Tensor:
     return x.gather(1, order[:, :count])
 
 
+def sample_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | list[int] = 1,
+    padding: int | list[int] = 0,
+    dilation: int | list[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolve each sample with its own filters: x [b, c, …], weight [b, o, c / groups, …], bias [b, o]: [b, o, …]."""
+    convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.ndim]
+    b, flat = x.shape[0], None if bias is None else bias.flatten()
+    made: Tensor = convolve(x.flatten(0, 1)[None], weight.flatten(0, 1), flat, stride, padding, dilation, b * groups)  # type: ignore[operator]
+    return made.view(b, -1, *made.shape[2:])
+
+
 def sum_over_dp(x: Tensor) -> Tensor:
     """Mark a sum over a microbatch, to be summed over those of the dp ranks: `dp.sum(x)` in an emitted program."""
     return x

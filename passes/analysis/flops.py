@@ -81,6 +81,8 @@ def flops(call: OpCall) -> Size:
     if call.target in CONVOLUTIONS:
         source, weight = call.operands[:2]
         return conv_flop_count(list(source.shape), list(weight.shape), list(call.outputs[0].shape))
+    if call.target is ops.sample_conv:
+        return 2 * prod(call.outputs[0].shape) * prod(call.operands[1].shape[2:])
     if call.target in ATTENTION:
         query, key, value = (_four(t.shape) for t in call.operands[:3])
         heads = query[:-2]  # grouped key-value heads are read by several query heads

@@ -65,6 +65,7 @@ from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows
 from autoptd.passes.rewrites.rejoined_rows import write_rejoined_rows
 from autoptd.passes.rewrites.row_selections import mark_masked_rows, name_masked_sizes
+from autoptd.passes.rewrites.sample_convolutions import write_convolutions_by_sample
 from autoptd.passes.rewrites.sparse_sums import write_sparse_sums
 from autoptd.passes.rewrites.strided_views import write_strided_views
 from autoptd.passes.trace.traced import Traced
@@ -141,6 +142,7 @@ PREPARE: list[Pass] = [
     write_casts_with_their_type,
     write_tile_as_repeat,
     write_convolution_padding_as_numbers,
+    write_convolutions_by_sample,
     write_equal_bags_as_embedding,
     write_starts_of_slices,
     drop_identities,

@@ -18,19 +18,28 @@ _GROUPS = 6  # position of the argument
 
 def conv(call: OpCall) -> str:
     """Return the notation; of a depthwise convolution `b g ., g 1 . -> b g .`: each channel has a filter of its own."""
-    weight = call.operands[1]
-    space, groups = _places(call), call.arg(_GROUPS, "groups", 1)
+    return _notation(call, [])
+
+
+def sample_conv(call: OpCall) -> str:
+    """Return the notation of a convolution of each sample with filters of its own."""
+    return _notation(call, ["b"])
+
+
+def _notation(call: OpCall, of: list[str]) -> str:
+    """Return the notation of a convolution whose filters and biases have these dims before their own."""
+    kernel_shape = call.operands[1].shape[len(of) :]
+    space, groups = _places(call, kernel_shape[2:]), call.arg(_GROUPS, "groups", 1)
     kernel = ["."] * len(space)
     bias = len(call.operands) == 3
     if groups == 1:
-        return arrow([["b", "c", *space], ["o", "c", *kernel], *[["+", "o"]] * bias], [["b", "o", *space]])
-    outer, inner = f"(g {weight.shape[0] // groups})", f"(g {weight.shape[1]})"  # type: ignore[operator]
-    return arrow([["b", inner, *space], [outer, ".", *kernel], *[[outer]] * bias], [["b", outer, *space]])
+        return arrow([["b", "c", *space], [*of, "o", "c", *kernel], *[["+", *of, "o"]] * bias], [["b", "o", *space]])
+    outer, inner = f"(g {kernel_shape[0] // groups})", f"(g {kernel_shape[1]})"  # type: ignore[operator]
+    return arrow([["b", inner, *space], [*of, outer, ".", *kernel], *[[*of, outer]] * bias], [["b", outer, *space]])
 
 
-def _places(call: OpCall) -> list[str]:
+def _places(call: OpCall, kernel: Sequence[Size]) -> list[str]:
     """Return a letter for each spatial dim that can be split, and `.` for the others."""
-    kernel = call.operands[1].shape[2:]
     steps, padding = _each(call.arg(3, "stride", 1), kernel), _each(call.arg(4, "padding", 0), kernel)
     alone = [found == (1, 1, 0) for found in zip(kernel, steps, padding, strict=True)]
     return [f"x{i}" if a else "." for i, a in enumerate(alone)]

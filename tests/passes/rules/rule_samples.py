@@ -401,6 +401,10 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     ops.marked_columns: [(real(4, 6), torch.eye(6)[:4] + torch.eye(6)[1:5] > 0, 2)],
     ops.marked_rows: [(torch.eye(6)[:4] + torch.eye(6)[1:5] > 0, torch.eye(6)[2:] + torch.eye(6)[:4] > 0)],
     ops.normal: [([4, 8, 4], torch.float64)],
+    ops.sample_conv: [
+        (real(4, 8, 6), real(4, 8, 8, 3), real(4, 8), [1], [1], [1], 1),
+        (real(4, 8, 5, 4), real(4, 16, 2, 1, 3), None, [1, 1], [0, 0], [1, 1], 4),
+    ],
     ops.sum_by_index: [(real(8), whole(4, 8), 4), (real(4, 8), whole(6, 4, 8), 6)],
     ops.in_training: [(real(*X), real(*X))],
     ops.sum_over_batch: [(real(*X),)],
