@@ -259,7 +259,6 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "norm_inf": (lambda z, y, m: torch.linalg.vector_norm(z, float("inf")), "vector_norm needs all samples"),
     "product": (lambda z, y, m: z.square().prod(), "prod needs all samples"),
     "first_sample": (lambda z, y, m: z[0].square().mean(), "select needs all samples"),
-    "hardest": (lambda z, y, m: z.square().mean((1, 2)).topk(1)[0].sum(), "topk"),
     "pairs_of_tokens": (lambda z, y, m: torch.einsum("isc,jsc->ij", z, z).square().mean(), "pairs samples"),
     "noise_on_pairs": (lambda z, y, m: F.dropout(z[:, 0] @ z[:, 0].T, 0.5).mean(), "pairs samples"),
 }
@@ -335,7 +334,7 @@ WHOLE: dict[str, Loss] = {
     "mean_of_others": lambda z, y, m: (first(z) - first(z).mean(0)).abs().mean(),
     "standardised": lambda z, y, m: F.huber_loss((z[:, 0] - z[:, 0].mean(0)) / z[:, 0].std(0), m[:, :1].expand(-1, 7)),
     "samples_last": lambda z, y, m: (lambda f: (f.t() @ f).softmax(-1).diagonal().log().mean())(z[:, 0].t().tanh()),
-    "broadcast": lambda z, y, m: F.mse_loss(z[:, 0, :1], m[:, 0]),
+    "broadcast": lambda z, y, m: F.mse_loss(z[:, 0, :1], z[:, 1, 1] * m[:, 0]),
     "covariance": lambda z, y, m: (z[:, 0] @ z[:, 0].T).square().mean(),
     "covariance_of_features": lambda z, y, m: z[:, 0].t().cov().square().sum() + z[:, 1].t().corrcoef().triu(1).sum(),
     "softmax_over_samples": lambda z, y, m: (z[:, 0, 0].softmax(0) * m[:, 0]).sum(),

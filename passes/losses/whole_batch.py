@@ -47,12 +47,14 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
     sources = _Sources.of(graph, traced)
     known = (n for n in graph.nodes if n.op == "call_function" and n not in sources.of_parameters)
     counts = {n for n in known if not any(counts_samples(t) for t in infos(n))}
+    no_sums = _no_sums(graph, traced)
+    picked = {n for n in no_sums if any(counts_samples(t) for o in operands(n) for t in infos(o))}
     for statistics in (False, True):
         mixed: dict[fx.Node, Across] = {}
         states, _ = follow_samples(graph, traced, mixed.__setitem__, counts, statistics)
-        if not mixed:
+        if not mixed and not picked:
             return
-        end = _back_to_rows({*mixed, *descendants(mixed)}, states, _no_sums(graph, traced))
+        end = _back_to_rows({*mixed, *picked, *descendants({*mixed, *picked})}, states, no_sums)
         if _is_end(end, states, sources, graph, traced):
             for node in end:
                 mark_whole(node)

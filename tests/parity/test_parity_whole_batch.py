@@ -33,11 +33,15 @@ def test_as_on_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PICKED)
-def test_one_number_of_all_samples_beside_sums_is_refused(name: str) -> None:
-    """No row of a sample is read: such a loss has no end to compute from all samples."""
-    model = model_of(lambda z, y, m: by_sample(z).mean() * PICKED[name](by_sample(z)))
-    with pytest.raises(AutoptdError, match="needs all samples of the batch at once"):
-        made(model, ragged())
+def test_one_number_of_all_samples_beside_sums(name: str) -> None:
+    model, batch = model_of(lambda z, y, m: by_sample(z).mean() * PICKED[name](by_sample(z))), ragged()
+    assert off(made(model, batch), model, batch) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["two_largest", "first", "maximum"])
+def test_a_loss_that_is_one_number_of_all_samples(name: str) -> None:
+    model, batch = model_of(lambda z, y, m: PICKED[name](by_sample(z))), ragged()
+    assert off(made(model, batch), model, batch) <= TOLERANCE
 
 
 @pytest.mark.fault("one number of a microbatch")
