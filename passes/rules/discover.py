@@ -20,7 +20,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoptd.layout.placements import BP
 from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
@@ -171,13 +171,21 @@ def _of_rows(example: Example, dims: Mapping[int, int], row: int) -> list[Tensor
 
 
 def takes_its_types(call: OpCall) -> bool:
-    """Return whether the op runs on small tensors of its operands' dtypes; True if it cannot be tried at all."""
+    """Return whether the op runs on small tensors of its operands' dtypes, forward and backward; True if it cannot be
+    tried at all."""
     if _unsuitable(call) or (example := _example(call, SIZES[0], 0)) is None:
         return True
-    types = iter([t.dtype for t in call.operands])
-    args, kwargs = tree_map_only(Tensor, lambda x: x.detach().to(next(types)), (example.args, dict(example.kwargs)))
+    kinds = iter(call.operands)
+
+    def typed(x: Tensor) -> Tensor:
+        kind = next(kinds)
+        return x.detach().to(kind.dtype).requires_grad_(kind.requires_grad)
+
+    args, kwargs = tree_map_only(Tensor, typed, (example.args, dict(example.kwargs)))
     try:
-        example.target(*args, **kwargs)
+        made = [x for x in tree_leaves(example.target(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        if made:
+            torch.autograd.backward([x.float().sum() for x in made])
     except FAILURES:
         return False
     return True

@@ -239,9 +239,14 @@ class _Exporter:
         names = [
             n for n, (_, dtype) in self.specs.items() if dtype in given - {computed} and n not in self.objective.targets
         ]
+        exporter = self
         try:
             program = self.run(repeats=repeats)
-            to_cast = self._inputs_to_cast(program, names, given - {computed}, computed)
+            if to_cast := self._inputs_to_cast(program, names, given - {computed}, computed):
+                exporter = replace(self, casts=dict.fromkeys(to_cast, computed))
+                program = exporter.run(repeats=repeats)
+            if not mixes_types(program.graph, given - {computed}, computed):
+                return exporter, program
         except TraceError as error:
             written = next((name for name, dtype in PRECISIONS.items() if {dtype} == given), None)
             if isinstance(error, UnsupportedOp) or computed in given or written is None:
@@ -253,12 +258,8 @@ class _Exporter:
                 return exporter, exporter.run(repeats=repeats)
             except TraceError:
                 raise error from error.__cause__
-        exporter = replace(self, casts=dict.fromkeys(to_cast, computed)) if to_cast else self
-        program = exporter.run(repeats=repeats) if to_cast else program
-        if mixes_types(program.graph, given - {computed}, computed):
-            exporter = replace(exporter, one_type=True)
-            program = exporter.run(repeats=repeats)
-        return exporter, program
+        exporter = replace(exporter, one_type=True)
+        return exporter, exporter.run(repeats=repeats)
 
     def _written(self) -> set[torch.dtype]:
         """Return the float types of the user's parameters."""
