@@ -91,8 +91,7 @@ class TracedReads(TorchFunctionMode):
             raise UnsupportedOp("forward assigns to x.data of a tensor", fix=KEEP_STATE)
         if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
-        if not kwargs:
-            func, args = self.masks.selecting(func, args)
+        func, args, kwargs = self.masks.selecting(func, args, kwargs)
         if func in _NUMBERS and args[0] in self.recipes:
             if (found := self.read(func, *args)) is not None:
                 return found

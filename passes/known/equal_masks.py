@@ -17,10 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _SELECTS = (torch.masked_select, Tensor.masked_select)
 _PLACES = (torch.where, Tensor.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
-_PURE = re.compile(
-    r"(__)?r?(invert|and|or|xor|eq|ne|lt|le|gt|ge)(__)?|less(_equal)?|greater(_equal)?|not_equal"
-    r"|(logical|bitwise)_(not|and|or|xor)|is(nan|inf|finite)|bool|to|type|clone|contiguous|detach"
-    r"|(un)?squeeze|expand(_as)?|view|reshape|(un)?flatten|transpose|permute|movedim|t|__getitem__"
+_PURE = re.compile(  # functions that give the same for the same operands
+    r"(__)?r?(invert|and|or|xor|eq|ne|lt|le|gt|ge|add|sub|mul|truediv|floordiv|div|mod|pow|neg|abs)(__)?"
+    r"|less(_equal)?|greater(_equal)?|not_equal|(logical|bitwise)_(not|and|or|xor)|is(nan|inf|finite|in)"
+    r"|bool|int|long|float|double|half|bfloat16|to|type|clone|contiguous|detach"
+    r"|all|any|sum|cumsum|mean|amax|amin|argmax|argmin|norm|square|sqrt|exp|log|sigmoid|clamp|round|floor|remainder"
+    r"|(un)?squeeze|expand(_as)?|view|reshape|(un)?flatten|transpose|permute|movedim|t|roll|flip|__getitem__"
 )
 
 
@@ -30,12 +32,14 @@ class EqualMasks:
     def __init__(self) -> None:
         self._keys = WeakIdKeyDictionary()  # mask -> its computation, and its version then
         self._first: dict[Hashable, Tensor] = {}
-        self._read: list[Tensor] = []  # keeps what computations name by its id
+        self._read: dict[int, Tensor] = {}  # keeps what computations name by its id
 
-    def selecting(self, func: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    def selecting(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
         """Return a call, one that selects rows as an index by the first mask that is equal to its own."""
-        if func in _SELECTS and len(args) == 2:
-            x, mask = args
+        if func in _SELECTS and (len(args) == 2 or kwargs.keys() == {"mask"}):
+            (x, mask), kwargs = (*args, *kwargs.values()), {}
             shape = torch.broadcast_shapes(x.shape, mask.shape)
             if mask.shape != shape:
                 spread = mask.expand(shape)
@@ -43,17 +47,17 @@ class EqualMasks:
                 mask = spread
             func, args = Tensor.__getitem__, (x.expand(shape), mask)
         if func == Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            return func, (args[0], self._equal(args[1]))
-        if func in _PLACES and len(args) == 1:
-            return func, (self._equal(args[0]),)
-        return func, args
+            return func, (args[0], self._equal(args[1])), kwargs
+        if func in _PLACES and len(args) == 1 and not kwargs:
+            return func, (self._equal(args[0]),), kwargs
+        return func, args, kwargs
 
     def note(self, made: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Remember how a mask was computed."""
+        """Remember how a mask, or what one may be computed from, was computed."""
         name = getattr(func, "__name__", "")
-        if isinstance(made, Tensor) and made.dtype == torch.bool and made not in self._keys and _PURE.fullmatch(name):
+        if isinstance(made, Tensor) and made not in self._keys and _PURE.fullmatch(name) and "out" not in kwargs:
             given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-            key = (name.strip("_"), *(self._key(x) if isinstance(x, Tensor) else str(x) for x in given), str(spec))
+            key = (name.strip("_"), *(self._key(x) if isinstance(x, Tensor) else _text(x) for x in given), str(spec))
             self._keys[made] = key, made._version
 
     def _key(self, x: Tensor) -> Hashable:
@@ -61,7 +65,7 @@ class EqualMasks:
         if key is not None and version == x._version:
             found: Hashable = key
             return found
-        self._read.append(x)
+        self._read[id(x)] = x
         return id(x), x._version
 
     def _equal(self, mask: Tensor) -> Tensor:
@@ -71,3 +75,10 @@ class EqualMasks:
             return mask
         first = self._first.setdefault(key, mask)
         return first if self._keys[first][1] == first._version else mask
+
+
+def _text(x: Any) -> str:
+    """Return a value as text. Sizes are those of the example: a selection of several tensors makes them equal."""
+    if isinstance(x, slice):
+        return ":".join(map(_text, (x.start, x.stop, x.step)))
+    return str(x.node.hint) if isinstance(x, torch.SymInt) else str(x)

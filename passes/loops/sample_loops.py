@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.layout.sample_rows import PLAIN, SampleRows
 from autoptd.passes.data_checks import without_data_checks
+from autoptd.passes.known.shared_arrays import unchanged_arrays
 from autoptd.passes.loops.block_attention import attend_apart, block_of
 from autoptd.passes.loops.blocks import blocks_of, literal
 from autoptd.passes.loops.empty_masks import RowTurns, TurnsOnRows
@@ -79,7 +80,7 @@ def reading(
 ) -> Iterator[None]:
     """Wrap a traced pass over inputs `given`, `apart` with their samples in dim 0. known: set if loops over samples are
     recorded. left_out: gets the places of checks of data. turns: which turns that rows decide on are left out."""
-    with without_data_checks(left_out), TurnsOnRows(turns):
+    with without_data_checks(left_out), TurnsOnRows(turns), unchanged_arrays():
         if known is None:
             with TracedReads(left_out):
                 yield

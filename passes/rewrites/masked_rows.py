@@ -43,6 +43,11 @@ _DENSE = (
     "keep all rows and multiply by the mask: out + expert(x) * (gates * (chosen == i)).sum(-1, keepdim=True); or sort "
     "the rows by expert and multiply them at once (torch._grouped_mm)"
 )
+_ELEMENTWISE = (
+    *(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default),
+    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default),
+    *(aten.soft_margin_loss.default, aten.poisson_nll_loss.default),
+)
 _BY_CLASS = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default)
 
 
@@ -290,11 +295,12 @@ class MaskedRows:
             else:
                 self._mask_operand(node, target, given[1], named["ignore_index"])
             return True
-        if not {0, 1} <= given.keys() or info(x).shape != info(target).shape or node.target in _BY_CLASS:
+        if not {0, 1} <= given.keys() or info(x).shape != info(target).shape or node.target not in _ELEMENTWISE:
             refuse(node, "is not known of rows that a mask selects")
         with self.graph.inserting_before(node):
             named["reduction"], shape = 0, info(x).shape
-            each = write_op(self.graph, node, node.target, tuple(named.values()), shape, info(node).dtype)
+            options = {a.name: named.pop(a.name) for a in node.target._schema.arguments if a.kwarg_only}
+            each = write_op(self.graph, node, node.target, tuple(named.values()), shape, info(node).dtype, options)
             kept = self.where(node, each, given[0], 0)
             made = write_op(self.graph, node, aten.sum.default, (kept,), (), info(node).dtype)
             if reduction == 1:
