@@ -38,8 +38,9 @@ class EqualMasks:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
         """Return a call, one that selects rows as an index by the first mask that is equal to its own."""
-        if func in _SELECTS and (len(args) == 2 or kwargs.keys() == {"mask"}):
-            (x, mask), kwargs = (*args, *kwargs.values()), {}
+        given = dict(zip(("input", "mask"), args, strict=False)) | dict(kwargs) if func in _SELECTS else {}
+        if given.keys() == {"input", "mask"}:
+            x, mask, kwargs = given["input"], given["mask"], {}
             shape = torch.broadcast_shapes(x.shape, mask.shape)
             if mask.shape != shape:
                 spread = mask.expand(shape)

@@ -111,15 +111,14 @@ def _name_symbols(
             f"the model bakes the batch size {batch} of input {baked[0]!r} into its graph",
             where=_baked_at(graph, max(2, batch)) or f"input {baked[0]!r}, in code of torch that forward calls",
             fix="write shapes with x.size(0) or -1 instead of numbers; remove branches on the batch size and loops "
-            "over samples",
+            f"over samples; if all samples share {baked[0]!r}, give autoptd.shared(…) as its example",
         )
     if tied:
         raise TraceError(
             f"the model ties a size of input {tied[0]!r} to that of another input: one of them counts samples, as it "
             "seems, and the other does not",
             where=f"input {tied[0]!r}",
-            fix="give inputs a row of dim 0 for each sample; a table for all samples has another size there in the "
-            "example inputs",
+            fix="give inputs a row of dim 0 for each sample, and autoptd.shared(…) as the example of a table for all",
         )
     return symbol, sizes, example
 
