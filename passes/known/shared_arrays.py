@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoptd.errors import UnsupportedOp
 
-_MAKES = ("from_numpy", "as_tensor", "asarray")
+_SHARES, _COPIES = ("from_numpy", "as_tensor", "asarray"), "tensor"
 
 
 @contextmanager
@@ -25,16 +25,19 @@ def unchanged_arrays() -> Iterator[None]:
     """Check at the end of a pass that no array was changed after a tensor was made of it. Raises UnsupportedOp."""
     made: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
 
-    def noting(make: Any) -> Any:
+    def of_array(make: Any, *, copies: bool) -> Any:
         def call(x: Any, *args: Any, **kwargs: Any) -> Tensor:
             if isinstance(x, np.ndarray):
-                made.append((x, x.copy()))
+                if copies:
+                    x = x.copy()
+                else:
+                    made.append((x, x.copy()))
             found: Tensor = make(x, *args, **kwargs)
             return found
 
         return call
 
-    patches = [patch.object(torch, name, noting(getattr(torch, name))) for name in _MAKES]
+    patches = [patch.object(torch, n, of_array(getattr(torch, n), copies=n == _COPIES)) for n in (*_SHARES, _COPIES)]
     for each in patches:
         each.start()
     try:

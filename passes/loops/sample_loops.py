@@ -37,6 +37,7 @@ from autoptd.passes.loops.empty_masks import RowTurns, TurnsOnRows
 from autoptd.passes.loops.join import JOIN, turns_counted
 from autoptd.passes.loops.row_writes import RowWrites, sample_index
 from autoptd.passes.loops.sizes_read import counted_by_hint
+from autoptd.passes.loops.turn_numbers import Turn
 from autoptd.passes.traced_reads import Recipe, TracedReads, eager
 
 _SPLITS = ("split", "split_with_sizes")
@@ -122,7 +123,7 @@ class SampleLoops(TracedReads):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = pytree.tree_map_only(Turn, int, (tuple(args), kwargs or {}))
         name = getattr(func, "__name__", "")
         if self.writes and not torch.compiler.is_dynamo_compiling():
             self._write(_tensors((args, kwargs)), name)

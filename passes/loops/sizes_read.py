@@ -10,12 +10,16 @@ Each but the last is recorded as the relation that held.
 
 from __future__ import annotations
 
-import dis
+import ast
+import inspect
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -23,6 +27,7 @@ import sympy
 from torch import SymBool, SymInt
 
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.loops.turn_numbers import Counted
 
 Branches = dict[sympy.Basic, str]  # a relation of sizes that code of the model relied on -> its line
 
@@ -49,7 +54,8 @@ def recorded_branches(found: Branches) -> Iterator[None]:
         return held
 
     def text(self: SymInt) -> str:
-        hint, silent = self.node.hint, _module(sys._getframe(1)).startswith(_NO_BRANCHES)
+        hint, frame = self.node.hint, sys._getframe(1)
+        silent = _module(frame).startswith(_NO_BRANCHES) or _only_shown(frame.f_code, frame.f_lineno)
         asked = hint is not None and not silent and note(sympy.Eq(self.node.expr, hint))
         return str(hint) if asked else shown(self)
 
@@ -86,7 +92,7 @@ class Counts(Protocol):
 def counted_by_hint(mode: Counts) -> Iterator[None]:
     """Count in Python to the number of samples of the example, as in `range(x.shape[0])`, without fixing it to that.
 
-    Raises UnsupportedOp where another function of Python takes a number of samples: `math.gcd(x.shape[0], 4)`.
+    Raises UnsupportedOp where Python takes it for a number otherwise: `math.gcd(x.shape[0], 4)`, `table[x.shape[0]]`.
     """
     index = SymInt.__index__
 
@@ -94,20 +100,48 @@ def counted_by_hint(mode: Counts) -> Iterator[None]:
         frame = sys._getframe(1)
         if _of_torch(frame) or not mode.of_samples(size):
             return int(index(size))
-        if not _module(frame).startswith("autoptd.") and _calls(frame):
+        if not _module(frame).startswith("autoptd."):
             raise UnsupportedOp(
-                "a function of Python is called with the number of samples",
+                "Python computes with the number of samples, as with a plain number",
                 fix="compute with sizes by +, -, *, // and %, or fix the number in the model",
             )
         return mode.size(size)
 
-    with patch.object(SymInt, "__index__", number), patch.object(SymInt, "__int__", number):
+    def times(multiply: Callable[[SymInt, Any], Any]) -> Callable[[SymInt, Any], Any]:
+        def repeated(size: SymInt, x: Any) -> Any:
+            repeats = isinstance(x, (list, tuple)) and mode.of_samples(size)
+            return Counted(list(x) * mode.size(size)) if repeats else multiply(size, x)
+
+        return repeated
+
+    with ExitStack() as patches:
+        for name in ("__index__", "__int__"):
+            patches.enter_context(patch.object(SymInt, name, number))
+        for name in ("__mul__", "__rmul__"):
+            patches.enter_context(patch.object(SymInt, name, times(getattr(SymInt, name))))
         yield
 
 
-def _calls(frame: FrameType) -> bool:
-    """Return whether code calls a function now, and does not add lists or pick of them."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
+_SHOWS = re.compile(
+    r"print|log|debug|info|warn|error|exception|critical|check|assert|expect|raise|record", re.IGNORECASE
+)
+
+
+@cache
+def _only_shown(code: CodeType, line: int) -> bool:
+    """Return whether a line belongs to a statement that only prints, logs or checks: `print(f"{n}")`, `raise …`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError):
+        return False
+    at = line - code.co_firstlineno + 1
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= at <= (n.end_lineno or n.lineno)]
+    found = max(around, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno)), default=None)
+    if not isinstance(found, ast.Expr):
+        return isinstance(found, (ast.Raise, ast.Assert))
+    named = getattr(found.value, "func", None)
+    name = getattr(named, "attr", getattr(named, "id", ""))
+    return isinstance(found.value, ast.Call) and bool(_SHOWS.search(name))
 
 
 def _asking() -> FrameType:

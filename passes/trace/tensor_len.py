@@ -1,9 +1,10 @@
-"""`len(x)` of a tensor and `int(n / 4)` of a size, as sizes of the trace.
+"""`len(x)` of a tensor and `int(n / 4)` of a size, as sizes of the trace, which are numbers to `isinstance`.
 
 Python makes an int of what `len` and `int` return, so the tracer would take the length of the example for that of every
 batch. While a model is traced, the modules in which its code is written have a `len` of their own, which returns
 `x.size(0)` for tensors: the same number outside a trace. Where the number of samples would become a number without it,
-and in loops over samples, they have an `int` and a `float` of their own too, and a `range` in such loops.
+and in loops over samples, they have an `int` and a `float` of their own too; such loops have a `range` and an
+`enumerate`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch import SymFloat, SymInt, Tensor, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch.utils._sympy.functions import TruncToInt
 
 from autoptd.passes.loops.join import turns_counted
+from autoptd.passes.loops.turn_numbers import turn_enumerate, turn_range, turn_zip
 from autoptd.passes.normalise.size_functions import in_sympy
 
 _LIBRARIES = frozenset({"autoptd", "torch"})  # whose own modules call `len` of sequences, or with ints expected
@@ -70,9 +72,31 @@ class SizeInt(int, metaclass=_SizesToo):
     """`int`, of sizes as sizes."""
 
 
-def size_range(*bounds: Any) -> range:
-    """Return `range`, of sizes up to those of the example."""
-    return builtins.range(*(x.__index__() if isinstance(x, SymInt) else x for x in bounds))
+def size_isinstance(x: Any, kinds: Any) -> bool:
+    """Return `isinstance(x, kinds)`, of sizes that they are numbers."""
+    kind = _NUMBERS.get(type(x))
+    return builtins.isinstance(x, kinds) or (kind is not None and builtins.isinstance(kind(0), kinds))
+
+
+class _KindsToo(type):
+    """The class of a class that its code takes for `type`, and for which sizes are numbers."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = builtins.type(*args, **kwargs)
+        return _NUMBERS.get(found, found) if len(args) == 1 else found
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return builtins.isinstance(x, builtins.type)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, builtins.type)
+
+
+class SizeType(metaclass=_KindsToo):
+    """`type`, of sizes as of numbers."""
+
+
+_NUMBERS: dict[type, type] = {SymInt: builtins.int, SymFloat: builtins.float, SymBool: builtins.bool}
 
 
 def _whole(x: SymFloat) -> Any:
@@ -85,19 +109,22 @@ def _whole(x: SymFloat) -> Any:
 
 @contextmanager
 def symbolic_len(
-    model: nn.Module, loss: Callable[..., Any] | None = None, sizes: bool = False, loops: bool = False
+    model: nn.Module, loss: Callable[..., Any] | None = None, sizes: bool = False, samples: int = 0
 ) -> Iterator[None]:
-    """Give the packages of the model's classes and of the loss `tensor_len` for `len`; take it back at the end.
+    """Give the packages of the model's classes and of the loss a `len`, `isinstance` and `type`, and take them back.
 
-    sizes: also `SizeInt` for `int`, `SizeFloat` for `float`; loops, over samples: `size_range` for `range`. Modules
-    with such functions of their own keep them.
+    sizes: also `SizeInt` for `int`, `SizeFloat` for `float`. samples: of recorded loops, for which `range` and
+    `enumerate` number the turns, and a `zip`. Modules with such functions of their own keep them.
     """
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     names = {cls.__module__ for cls in classes} | {getattr(loss, "__module__", None) or type(loss).__module__}
     roots = {name.partition(".")[0] for name in names} - _LIBRARIES - sys.stdlib_module_names
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in roots]
     numbers: dict[str, Any] = {"int": SizeInt, "float": SizeFloat} if sizes else {}
-    ours = {"len": tensor_len, **numbers, **({"range": size_range} if loops else {})}
+    turns: dict[str, Any] = (
+        {"range": turn_range, "zip": turn_zip, "enumerate": turn_enumerate(samples)} if samples else {}
+    )
+    ours = {"len": tensor_len, "isinstance": size_isinstance, "type": SizeType, **numbers, **turns}
     changed = [(vars(module), name) for module in modules for name in ours if name not in vars(module)]
     for space, name in changed:
         space[name] = ours[name]

@@ -334,7 +334,7 @@ class _Exporter:
         fixed = self.fixed | {(name, d) for name, x in fake.items() for d, size in enumerate(x.shape) if size == 1}
         kinds = dict.fromkeys(fixed, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
-        hooks, loops = ForwardHooks(model), self.known is not None
+        hooks, samples = ForwardHooks(model), self.known.samples if self.known is not None else 0
         self.branches.clear()
 
         def traced() -> torch.export.ExportedProgram:
@@ -360,7 +360,7 @@ class _Exporter:
                 silent_export(),
                 refuse_own_draws(model),
                 refuse_packing_beside_cache(self.model, self.specs),
-                symbolic_len(model, self.objective.loss, self.ints or loops, loops),
+                symbolic_len(model, self.objective.loss, self.ints or samples > 0, samples),
                 written_to_trace(self.model),
                 hooks.running(),
                 write_assigned_buffers(root),

@@ -79,6 +79,8 @@ def again(m: Tagger, h: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
         + F.mse_loss(score.masked_select(~wide), wanted.masked_select(~wide))
         + F.l1_loss(h.masked_select(wide.unsqueeze(-1)), h.square().masked_select(wide.unsqueeze(-1)))
         + F.l1_loss(score[torch.where(wide & (labels > 0))], wanted[torch.where(wide & (labels > 0))])
+        + F.l1_loss(score[(1 - wide.long()).bool()], wanted[(1 - wide.long()).bool()])
+        + F.kl_div(h[wide].log_softmax(-1), h.detach().tanh()[wide].softmax(-1), reduction="batchmean")
     )
 
 
@@ -128,6 +130,7 @@ REFUSED: list[tuple[str, Body]] = [
     ("reads the number of rows", lambda m, h, ids, labels: h[ids > 3].square().sum() * h[ids > 3].shape[0] ** 2),
     ("reads the number of rows", lambda m, h, ids, labels: (h[ids > 3] * torch.arange(len(h[ids > 3]))[:, None]).sum()),
     ("do more than to select", lambda m, h, ids, labels: (h[few := ids > 3] * few.nonzero()[:, :1]).sum()),
+    ("is not known of rows", lambda m, h, ids, labels: F.triplet_margin_loss(h[ids > 3], h[ids > 3], h[ids > 3] * 2)),
     ("slice works across rows", lambda m, h, ids, labels: h[ids > 3][:2].sum()),
 ]
 

@@ -26,6 +26,7 @@ class Written(nn.Module):
         super().__init__()
         self.body, self.words, self.norm = body, nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.mixed = nn.Linear(WIDTH, 3 * WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
         self.recurrent, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WORDS)
         self.register_buffer("filter", torch.ones(WIDTH, 1, 3) / 3)
 
@@ -65,11 +66,36 @@ def filtered(m: Written, h: Tensor, ids: Tensor) -> Tensor:
 
 
 def recurrent(m: Written, h: Tensor, ids: Tensor) -> Tensor:
-    found: Tensor = m.recurrent(h, torch.zeros(1, h.size(0), WIDTH))[0]
+    found: Tensor = m.recurrent(h + torch.ones(1), torch.zeros(1, h.size(0), WIDTH))[0]
     return found
 
 
-BODIES = [masked, positions, shifted, pooled, attended, filtered, recurrent]
+def stepped(m: Written, h: Tensor, ids: Tensor) -> Tensor:
+    state, states = torch.zeros(h.size(0), WIDTH), []
+    for i in range(h.size(1)):
+        state = m.cell(h[:, i], state)
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def scattered(m: Written, h: Tensor, ids: Tensor) -> Tensor:
+    """Sums of messages into zeros, as graph networks and mixtures of experts write them."""
+    at = (ids % 3)[..., None].expand(-1, -1, WIDTH)
+    return h + torch.zeros(h.size(0), 3, WIDTH).scatter_add(1, at, h).mean(1, keepdim=True)
+
+
+def sampled(m: Written, h: Tensor, ids: Tensor) -> Tensor:
+    places = torch.linspace(-1, 1, TOKENS).view(1, 1, TOKENS, 1).expand(h.size(0), 1, TOKENS, 2)
+    return h + F.grid_sample(h.mT.unsqueeze(2), places, align_corners=True)[:, :, 0].mT
+
+
+def judged(m: Written, h: Tensor, ids: Tensor) -> Tensor:
+    """Losses against float32 targets, as numbers that scale the states."""
+    wanted = (ids % 2).float().unsqueeze(-1).expand_as(h)
+    return h * (F.binary_cross_entropy(h.sigmoid(), wanted) + F.huber_loss(h, wanted) + F.smooth_l1_loss(h, wanted))
+
+
+BODIES = [masked, positions, shifted, pooled, attended, filtered, recurrent, stepped, scattered, sampled, judged]
 
 
 def batch() -> dict[str, Tensor]:
@@ -110,7 +136,7 @@ def test_such_a_plan_is_verified() -> None:
 
 
 def test_without_casts_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OneType, "_cast", lambda self, x: x)
+    monkeypatch.setattr(OneType, "_cast", lambda self, x, dtype: x)
     for body in BODIES:
         with pytest.raises(AutoptdError):
             autoptd.trace(Written(body), inputs=batch(), precision="bf16")
