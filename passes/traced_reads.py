@@ -31,6 +31,7 @@ from autoptd.passes.data_checks import passing
 from autoptd.passes.fake_numbers import numbers_read_as
 from autoptd.passes.known.equal_masks import EqualMasks
 from autoptd.passes.known.of_sizes import OF_SIZES, is_known
+from autoptd.passes.known.shared_arrays import copied
 from autoptd.passes.normalise.functionalize import KEEP_STATE
 from autoptd.passes.recipes import Recipe, each_leaf, leaves, same_at_every_size, size_of, takes_sizes
 
@@ -89,6 +90,8 @@ class TracedReads(TorchFunctionMode):
             if _memory(args[0]) == _memory(args[1]) and args[0].shape == args[1].shape:  # the end of `x.data += y`
                 return None
             raise UnsupportedOp("forward assigns to x.data of a tensor", fix=KEEP_STATE)
+        if func in (torch.tensor, Tensor.new_tensor):  # they copy
+            args = copied(args)
         if func is torch.tensor and isinstance(args[0], Tensor):  # a copy, where torch.export would read numbers
             return args[0].detach().clone().to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
         func, args, kwargs = self.masks.selecting(func, args, kwargs)

@@ -103,6 +103,7 @@ FAULTS: dict[str, dict[str, str]] = {
     "inputs": {
         "an input read as it was given": "what reads an input after forward has written to it sees the old numbers",
         "a branch on the number of samples": "the program repeats the branch of the example's size",
+        "later turns of a loop over samples": "turns after those of the trace take its branches (it is refused)",
         "a number of samples read in Python": "the program has the number of samples of its trace (it is refused)",
         "other values of a shared input": "ranks compute a step with different weights of a term (it is refused)",
         "one input written, another read": "two inputs share their memory, and one is written to (it is refused)",

@@ -14,10 +14,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autoptd.errors import UnsupportedOp
 
-_SHARES, _COPIES = ("from_numpy", "as_tensor", "asarray"), "tensor"
+_SHARES = ("from_numpy", "as_tensor", "asarray")
 
 
 @contextmanager
@@ -25,19 +26,16 @@ def unchanged_arrays() -> Iterator[None]:
     """Check at the end of a pass that no array was changed after a tensor was made of it. Raises UnsupportedOp."""
     made: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
 
-    def of_array(make: Any, *, copies: bool) -> Any:
+    def noting(make: Any) -> Any:
         def call(x: Any, *args: Any, **kwargs: Any) -> Tensor:
             if isinstance(x, np.ndarray):
-                if copies:
-                    x = x.copy()
-                else:
-                    made.append((x, x.copy()))
+                made.append((x, x.copy()))
             found: Tensor = make(x, *args, **kwargs)
             return found
 
         return call
 
-    patches = [patch.object(torch, n, of_array(getattr(torch, n), copies=n == _COPIES)) for n in (*_SHARES, _COPIES)]
+    patches = [patch.object(torch, name, noting(getattr(torch, name))) for name in _SHARES]
     for each in patches:
         each.start()
     try:
@@ -49,3 +47,8 @@ def unchanged_arrays() -> Iterator[None]:
         raise UnsupportedOp(
             "forward changes a NumPy array whose memory a tensor shares", fix="copy it: torch.tensor(array)"
         )
+
+
+def copied(args: Any) -> Any:
+    """Return arguments with copies of arrays, for a function that copies them in a plain pass."""
+    return pytree.tree_map_only(np.ndarray, np.copy, args)

@@ -11,15 +11,15 @@ Each but the last is recorded as the relation that held.
 from __future__ import annotations
 
 import ast
-import inspect
+import linecache
 import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import CodeType, FrameType
+from itertools import islice
+from types import FrameType
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -55,7 +55,7 @@ def recorded_branches(found: Branches) -> Iterator[None]:
 
     def text(self: SymInt) -> str:
         hint, frame = self.node.hint, sys._getframe(1)
-        silent = _module(frame).startswith(_NO_BRANCHES) or _only_shown(frame.f_code, frame.f_lineno)
+        silent = _module(frame).startswith(_NO_BRANCHES) or _only_shown(frame)
         asked = hint is not None and not silent and note(sympy.Eq(self.node.expr, hint))
         return str(hint) if asked else shown(self)
 
@@ -127,21 +127,33 @@ _SHOWS = re.compile(
 )
 
 
-@cache
-def _only_shown(code: CodeType, line: int) -> bool:
-    """Return whether a line belongs to a statement that only prints, logs or checks: `print(f"{n}")`, `raise …`."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError, TypeError):
-        return False
-    at = line - code.co_firstlineno + 1
-    around = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= at <= (n.end_lineno or n.lineno)]
-    found = max(around, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno)), default=None)
+def _only_shown(frame: FrameType) -> bool:
+    """Return whether code is within a statement that only prints, logs or checks: `print(f"{n}")`, `raise …`."""
+    at = frame.f_lineno, 10**6
+    if hasattr(frame.f_code, "co_positions"):  # Python 3.11
+        line, _, column, _ = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+        at = (line, column) if line is not None and column is not None else at
+    around = [n for n in _statements(frame.f_code.co_filename) if (n.lineno, n.col_offset) <= at <= _end(n)]
+    found = max(around, key=lambda n: (n.lineno, n.col_offset), default=None)
     if not isinstance(found, ast.Expr):
         return isinstance(found, (ast.Raise, ast.Assert))
     named = getattr(found.value, "func", None)
     name = getattr(named, "attr", getattr(named, "id", ""))
     return isinstance(found.value, ast.Call) and bool(_SHOWS.search(name))
+
+
+@cache
+def _statements(file: str) -> list[ast.stmt]:
+    """Return the statements of a file; none of one that cannot be read."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return [n for n in ast.walk(tree) if isinstance(n, ast.stmt)]
+
+
+def _end(statement: ast.stmt) -> tuple[int, int]:
+    return statement.end_lineno or statement.lineno, statement.end_col_offset or 10**6
 
 
 def _asking() -> FrameType:

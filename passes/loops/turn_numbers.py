@@ -73,6 +73,9 @@ class Turn(int):
 
     __hash__ = int.__hash__
 
+    def __bool__(self) -> bool:
+        return self._compared(operator.ne, 0)
+
     def __add__(self, other: Any) -> Any:
         return self._computed(lambda n: n + other, other)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -112,6 +113,77 @@ def test_a_branch_on_the_text_of_a_size_is_one_on_the_size(branch: Branch) -> No
     with torch.no_grad():
         expected = float(source.model(batch()))
     assert float(par.train_step({"x": batch()})) == pytest.approx(expected, rel=1e-12)
+
+
+def printed(y: Tensor) -> Tensor:
+    logging.getLogger(__name__).debug(
+        f"{y.size(0)} samples",
+    )
+    print(f"{y.shape}", end="")
+    if y.size(1) < 1:
+        raise ValueError(f"no tokens in {y.shape}")
+    return y * 2
+
+
+def test_texts_that_are_only_shown_decide_nothing() -> None:
+    source = traced(printed, 2)
+    assert not source.folded.traced.conditions
+    par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", optimizer="sgd")
+    with torch.no_grad():
+        assert float(par.eval_step({"x": batch(3)})) == pytest.approx(float(source.model(batch(3))), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [lambda n: isinstance(n, int), lambda n: type(n) is int, lambda n: type(n).__name__])
+def test_sizes_are_numbers(kind: Callable[[object], object]) -> None:
+    source = traced(lambda y: y * (2 if kind(y.size(0)) in (True, "int") else 3) * (2 if kind(y.size(1)) else 3), 2)
+    par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", optimizer="sgd")
+    with torch.no_grad():
+        assert float(par.train_step({"x": batch()})) == pytest.approx(float(source.model(batch())), rel=1e-12)
+
+
+def cut_off(y: Tensor) -> Tensor:
+    total = []
+    for i, row in enumerate(y):
+        if i >= 7:
+            break
+        total.append(row)
+    return torch.stack(total)
+
+
+LOOPS: dict[str, Branch] = {
+    "cut off": cut_off,
+    "one sample": lambda y: torch.stack([row * (2 if i == 7 else 1) for i, row in enumerate(y)]),
+    "groups": lambda y: torch.stack([y[i] * (2 if i // 8 else 1) for i in range(y.size(0))]),
+    "any": lambda y: y * (2 if any(i == 7 for i in range(len(y))) else 1),
+    "within": lambda y: y * (2 if 7 in range(y.size(0)) else 1),
+    "part": lambda y: y * len(range(y.size(0))[:3]),
+    "zip": lambda y: y * sum(w for _, w in zip(range(y.size(0)), (1, 2, 3, 4))),  # noqa: B905
+    "equal": lambda y: y * (2 if [0] * y.size(0) == [0] * 8 else 1),
+    "table": lambda y: y * [1, 1, 1, 1, 1, 1, 1, 1, 2][y.size(0)],
+    "percent": lambda y: y * (2 if "%d" % y.size(0) == "8" else 1),  # noqa: UP031
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.fault("later turns of a loop over samples")
+def test_what_differs_for_later_samples_than_those_of_the_trace_is_refused(name: str) -> None:
+    with pytest.raises(AutoptdError) as error:
+        autoptd.plan(traced(LOOPS[name], 2), world=1, batch=SAMPLES, cluster="dgx-h100")
+    assert error.value.fix
+
+
+def test_loops_that_treat_all_samples_alike() -> None:
+    bodies: list[Branch] = [
+        lambda y: torch.stack([row * 2 for i, row in enumerate(y) if i >= 0]),
+        lambda y: torch.stack([y[i] * 3 for i in range(y.size(0))]),
+        lambda y: torch.cat(y.split([1] * y.size(0))),
+        lambda y: torch.stack([a * b for a, b in zip(y, y, strict=True)]),
+    ]
+    for body in bodies:
+        source = traced(body, 2)
+        par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", fix={"micro": 2}, optimizer="sgd")
+        with torch.no_grad():
+            assert float(par.train_step({"x": batch()})) == pytest.approx(float(source.model(batch())), rel=1e-12)
 
 
 def test_a_table_by_the_length_of_a_sequence_is_one_for_that_length() -> None:

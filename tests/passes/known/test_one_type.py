@@ -90,9 +90,11 @@ def sampled(m: Written, h: Tensor, ids: Tensor) -> Tensor:
 
 
 def judged(m: Written, h: Tensor, ids: Tensor) -> Tensor:
-    """Losses against float32 targets, as numbers that scale the states."""
-    wanted = (ids % 2).float().unsqueeze(-1).expand_as(h)
-    return h * (F.binary_cross_entropy(h.sigmoid(), wanted) + F.huber_loss(h, wanted) + F.smooth_l1_loss(h, wanted))
+    """Losses against float32 targets, of each element."""
+    wanted = (ids % 2 * torch.ones(())).unsqueeze(-1).expand_as(h)
+    losses = (F.binary_cross_entropy, F.huber_loss, F.smooth_l1_loss)
+    given = (h.sigmoid(), h, h)
+    return h + sum(loss(x, wanted, reduction="none") for loss, x in zip(losses, given, strict=True))
 
 
 BODIES = [masked, positions, shifted, pooled, attended, filtered, recurrent, stepped, scattered, sampled, judged]
