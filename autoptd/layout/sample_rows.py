@@ -74,12 +74,6 @@ def shared(example: Tensor, by_all: bool = True) -> Tensor:
     return marked
 
 
-def on_meta(example: Tensor) -> Tensor:
-    """Return an example input without values, with what the user said of it."""
-    found = example.to("meta")
-    return shared(found, getattr(example, _MARK)) if is_declared(example) else found
-
-
 def is_declared(example: Tensor) -> bool:
     """Return whether the user said what an example input is."""
     return hasattr(example, _MARK)

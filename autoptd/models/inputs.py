@@ -122,7 +122,6 @@ def _image_inputs(model: nn.Module, batch: int) -> dict[str, torch.Tensor]:
 def _own_inputs(own: Any, batch: int, seq: int) -> dict[str, Any]:
     import torch
 
-    from autoptd.layout.sample_rows import on_meta
     from autoptd.nest import mapped, tensors_of
 
     inputs = own(batch, seq)
@@ -132,7 +131,13 @@ def _own_inputs(own: Any, batch: int, seq: int) -> dict[str, Any]:
         raise InputsError(what, fix="return {'name': tensor, …} as forward takes them")
     if len({id(x) for x in tensors}) < len(tensors):
         raise InputsError("two example inputs are the same tensor object", fix="make a separate tensor for each")
-    found: dict[str, Any] = mapped(inputs, lambda x: on_meta(x) if isinstance(x, torch.Tensor) else x)
+    found: dict[str, Any] = mapped(inputs, lambda x: _on_meta(x) if isinstance(x, torch.Tensor) else x)
+    return found
+
+
+def _on_meta(x: torch.Tensor) -> torch.Tensor:
+    found = x.to("meta")
+    found.__dict__.update(x.__dict__)  # such as the mark of `autoptd.shared`
     return found
 
 

@@ -206,6 +206,17 @@ def test_an_input_that_is_said_to_be_shared_is(fix: dict[str, Any]) -> None:
     assert verify_plan(plan, model, inputs=inputs).agrees
 
 
+class Documented(Weighted):
+    def example_inputs(self, samples: int, seq: int) -> dict[str, Tensor]:
+        inputs = {"x": real(SAMPLES, WIDTH), "y": torch.randint(SAMPLES, (SAMPLES,))}
+        return inputs | {"w": autoptd.shared(real(SAMPLES))}
+
+
+def test_a_model_s_own_example_inputs_are_marked() -> None:
+    plan = autoptd.plan(Documented().double(), world=2, precision="fp64", batch=SAMPLES, cluster="dgx-h100")
+    assert "w has no dim of samples: all samples of a step share it" in plan.notes
+
+
 def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(InputsError, match="shared is given float, not a tensor"):
         autoptd.shared(0.3)  # type: ignore[arg-type]
