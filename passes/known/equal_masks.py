@@ -58,7 +58,7 @@ class EqualMasks:
         name = getattr(func, "__name__", "")
         if isinstance(made, Tensor) and made not in self._keys and _PURE.fullmatch(name) and "out" not in kwargs:
             given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-            key = (name.strip("_"), *(self._key(x) if isinstance(x, Tensor) else _text(x) for x in given), str(spec))
+            key = (name.strip("_"), *(self._key(x) if isinstance(x, Tensor) else _plain(x) for x in given), str(spec))
             self._keys[made] = key, made._version
 
     def _key(self, x: Tensor) -> Hashable:
@@ -78,8 +78,14 @@ class EqualMasks:
         return first if self._keys[first][1] == first._version else mask
 
 
-def _text(x: Any) -> str:
-    """Return a value as text. Sizes are those of the example: a selection of several tensors makes them equal."""
+def _plain(x: Any) -> Hashable:
+    """Return what equal values have in common; of an object that may change, nothing.
+
+    Sizes are those of the example: a selection of several tensors makes them equal.
+    """
     if isinstance(x, slice):
-        return ":".join(map(_text, (x.start, x.stop, x.step)))
-    return str(x.node.hint) if isinstance(x, torch.SymInt) else str(x)
+        return "slice", *map(_plain, (x.start, x.stop, x.step))
+    if isinstance(x, torch.SymInt):
+        return x.node.hint
+    plain = x is None or x is ... or isinstance(x, (bool, int, float, str, torch.dtype, torch.device))
+    return (type(x).__name__, x) if plain else object()

@@ -28,7 +28,7 @@ from torch import SymInt, Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoptd.layout.sample_rows import PLAIN, SampleRows
+from autoptd.layout.sample_rows import PLAIN, SHARED, SampleRows
 from autoptd.passes.data_checks import without_data_checks
 from autoptd.passes.known.shared_arrays import unchanged_arrays
 from autoptd.passes.loops.block_attention import attend_apart, block_of
@@ -37,7 +37,7 @@ from autoptd.passes.loops.empty_masks import RowTurns, TurnsOnRows
 from autoptd.passes.loops.join import JOIN, turns_counted
 from autoptd.passes.loops.row_writes import RowWrites, sample_index
 from autoptd.passes.loops.sizes_read import counted_by_hint
-from autoptd.passes.loops.turn_numbers import Turn
+from autoptd.passes.loops.turn_numbers import Counted, Turn
 from autoptd.passes.traced_reads import Recipe, TracedReads, eager
 
 _SPLITS = ("split", "split_with_sizes")
@@ -109,7 +109,7 @@ class SampleLoops(TracedReads):
         self.numbers: dict[Any, int] = {}
         self.writes: list[RowWrites] = []  # held back until their tensor is read
         self.settled = WeakIdKeyDictionary()  # constant of known inputs -> the same written as a constant
-        self.counted = [x for x in inputs.values() if x.ndim]
+        self.counted = [x for name, x in inputs.items() if rows.get(name, PLAIN) != SHARED]
         for name, row in known.rows.items():
             self.recipes[given[name]] = self._read(name, row, rows.get(name, PLAIN))
 
@@ -271,7 +271,8 @@ class SampleLoops(TracedReads):
 
     def _joined(self, stacked: bool, given: Any = None, dim: int = 0, **kwargs: Any) -> Any:
         """Return the pieces of all samples in one tensor, None if these are no pieces of samples."""
-        pieces = list(kwargs.get("tensors", given) or ())
+        given = kwargs.get("tensors", given)
+        pieces = list(given or ())
         if not pieces or len(pieces) % self.known.samples or not all(isinstance(x, Tensor) for x in pieces):
             return None
         each = len(pieces) // self.known.samples
@@ -281,6 +282,9 @@ class SampleLoops(TracedReads):
                 join = torch.stack if stacked else torch.cat
                 blocks = [join(values[i : i + each], dim) for i in range(0, len(values), each)]
             return self._blocks(blocks, dim % blocks[0].ndim)
+        if isinstance(given, Counted) and len({id(x) for x in pieces}) == 1:
+            x = pieces[0].unsqueeze(dim) if stacked else pieces[0]
+            return x.repeat([self._count(each) if i == dim % x.ndim else 1 for i in range(x.ndim)])
         if (count := self._turns(pieces)) is None:
             return None
         dim = dim % (pieces[0].ndim + stacked)

@@ -53,11 +53,16 @@ def recorded_branches(found: Branches) -> Iterator[None]:
         note(self.node.expr if held else sympy.Not(self.node.expr))
         return held
 
-    def text(self: SymInt) -> str:
-        hint, frame = self.node.hint, sys._getframe(1)
+    def is_read(size: SymInt, frame: FrameType) -> bool:
         silent = _module(frame).startswith(_NO_BRANCHES) or _only_shown(frame)
-        asked = hint is not None and not silent and note(sympy.Eq(self.node.expr, hint))
-        return str(hint) if asked else shown(self)
+        return size.node.hint is not None and not silent and note(sympy.Eq(size.node.expr, size.node.hint))
+
+    def text(self: SymInt) -> str:
+        return str(self.node.hint) if is_read(self, sys._getframe(1)) else shown(self)
+
+    def formatted(self: SymInt, how: str) -> str:
+        read = is_read(self, sys._getframe(1)) or (how and self.node.hint is not None)
+        return format(self.node.hint, how) if read else shown(self)
 
     def larger(way: Callable[[SymInt, Any], Any], *, largest: bool) -> Callable[[SymInt, Any], Any]:
         def chosen(self: SymInt, other: Any) -> Any:
@@ -73,6 +78,7 @@ def recorded_branches(found: Branches) -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(patch.object(SymBool, "__bool__", taken))
         patches.enter_context(patch.object(SymInt, "__repr__", text))
+        patches.enter_context(patch.object(SymInt, "__format__", formatted))
         patches.enter_context(patch.object(SymInt, "__sym_max__", larger(SymInt.__sym_max__, largest=True)))
         patches.enter_context(patch.object(SymInt, "__sym_min__", larger(SymInt.__sym_min__, largest=False)))
         yield

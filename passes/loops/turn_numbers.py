@@ -36,10 +36,8 @@ class Turn(int):
         if not isinstance(other, (int, float)) or isinstance(other, Turn):
             return compare(int(self), other)
         traced = {compare(self.of(i), other) for i in builtins.range(self.turns)}
-        later = {*builtins.range(self.turns, self.turns + _LATER), _LAST}
-        later |= (
-            {i for i in builtins.range(int(other) - 1, int(other) + 2) if i >= self.turns} if other < _LAST else set()
-        )
+        near = builtins.range(int(other) - 1, int(other) + 2) if abs(other) < _LAST else ()
+        later = {*builtins.range(self.turns, self.turns + _LATER), _LAST, *(i for i in near if i >= self.turns)}
         if len(traced) == 1 and any(compare(self.of(i), other) not in traced for i in later):
             raise UnsupportedOp(
                 "a loop over samples decides by the number of its turn, otherwise for later samples than for the first",

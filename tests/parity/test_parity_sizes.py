@@ -119,7 +119,7 @@ def printed(y: Tensor) -> Tensor:
     logging.getLogger(__name__).debug(
         f"{y.size(0)} samples",
     )
-    print(f"{y.shape}", end="")
+    print(f"{y.shape} {y.size(0):03d}", end="")
     if y.size(1) < 1:
         raise ValueError(f"no tokens in {y.shape}")
     return y * 2
@@ -184,6 +184,29 @@ def test_loops_that_treat_all_samples_alike() -> None:
         par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", fix={"micro": 2}, optimizer="sgd")
         with torch.no_grad():
             assert float(par.train_step({"x": batch()})) == pytest.approx(float(source.model(batch())), rel=1e-12)
+
+
+class Token(nn.Module):
+    """A parameter that a list repeats for each sample."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        self.first, self.stacked = nn.Parameter(torch.ones(1, 4)), stacked
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = x.size(0)
+        if self.stacked:
+            return (torch.cat([torch.stack([self.first] * b), x], 1) * x.mean()).square().mean()
+        return (torch.cat([self.first] * b) * x[:, 0]).square().mean()
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_list_of_one_tensor_for_each_sample(stacked: bool) -> None:
+    model = Token(stacked).double()
+    source = autoptd.trace(model, inputs={"x": batch()}, precision="fp64")
+    par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", optimizer="sgd")
+    with torch.no_grad():
+        assert float(par.train_step({"x": batch()})) == pytest.approx(float(model(batch())), rel=1e-12)
 
 
 def test_a_table_by_the_length_of_a_sequence_is_one_for_that_length() -> None:
