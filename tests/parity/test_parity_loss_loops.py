@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoptd.errors import TraceError
+from autoptd.errors import AutoptdError
 from autoptd.passes.trace.trace import trace
 from tests.parity.parity_check import TOLERANCE
 from tests.parity.test_parity_losses import made, off
@@ -115,5 +115,6 @@ def weighed(z: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [some, weighed], ids=lambda loss: loss.__name__)
 def test_turns_of_some_samples_or_their_places_are_refused(loss: Loss) -> None:
-    with pytest.raises(TraceError):
+    """Labels of two samples, each read by its place, may as well be a table for all."""
+    with pytest.raises(AutoptdError):
         made(Classifier(loss).double(), batch())
