@@ -189,20 +189,20 @@ def _refuse_two_readings(
     A data-parallel rank is given its part of the one and all of the other. Tried are several rows for each sample, and
     one where a loss over the whole batch picks rows of the input, as of weights of classes.
     """
-    whole = found.folded.traced.read_whole
-    for name in (n for n, row in rows.items() if row not in (PLAIN, SHARED) or (row == PLAIN and n in whole)):
-        if is_declared(examples[name]):
-            continue
+    unsaid = {name: row for name, row in rows.items() if not is_declared(examples[name])}
+    several = [name for name, row in unsaid.items() if row not in (PLAIN, SHARED)]
+    picked = [[name] for name, row in unsaid.items() if row == PLAIN and name in found.folded.traced.read_whole]
+    for names in filter(None, [several, *picked]):
         try:
-            shared = traced_with(examples, {**rows, name: SHARED})
+            shared = traced_with(examples, {**rows, **dict.fromkeys(names, SHARED)})
         except Exception:  # noqa: BLE001  whatever a library raises where sizes do not fit
             continue
         if not shared.folded.loss_form.refused:
             raise InputsError(
-                f"input {name!r} of shape {list(examples[name].shape)} may have {rows[name]}, or be shared by all "
-                "samples",
-                where=f"inputs: {name}",
-                fix=f"say which, inputs={{{name!r}: autoptd.shared(x)}} or autoptd.shared(x, False); or give example "
+                f"input {names[0]!r} of shape {list(examples[names[0]].shape)} may have {rows[names[0]]}, or be shared "
+                "by all samples",
+                where=f"inputs: {names[0]}",
+                fix=f"say which, inputs={{{names[0]!r}: autoptd.shared(x)}} or autoptd.shared(x, False); or give example "
                 "inputs of another number of samples, such as 3 or 7, for which only one is possible",
             )
 
