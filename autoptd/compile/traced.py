@@ -190,8 +190,9 @@ def _refuse_two_readings(
     one where a loss over the whole batch picks rows of the input, as of weights of classes.
     """
     unsaid = {name: row for name, row in rows.items() if not is_declared(examples[name])}
-    several = [name for name, row in unsaid.items() if row not in (PLAIN, SHARED)]
-    picked = [[name] for name, row in unsaid.items() if row == PLAIN and name in found.folded.traced.read_whole]
+    traced = found.folded.traced  # `known`: how many rows a sample has is read from another input
+    several = [name for name, row in unsaid.items() if row not in (PLAIN, SHARED) and not traced.known]
+    picked = [[name] for name, row in unsaid.items() if row == PLAIN and name in traced.read_whole]
     for names in filter(None, [several, *picked]):
         try:
             shared = traced_with(examples, {**rows, **dict.fromkeys(names, SHARED)})
