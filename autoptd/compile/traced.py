@@ -189,9 +189,10 @@ def _refuse_two_readings(
     A data-parallel rank is given its part of the one and all of the other. Tried are several rows for each sample, and
     one where a loss over the whole batch picks rows of the input, as of weights of classes.
     """
-    unsaid = {name: row for name, row in rows.items() if not is_declared(examples[name])}
-    traced = found.folded.traced  # `known`: how many rows a sample has is read from another input
-    several = [name for name, row in unsaid.items() if row not in (PLAIN, SHARED) and not traced.known]
+    traced = found.folded.traced
+    read = {traced.inputs[n.name] for n in traced.graph.graph.nodes if n.users and n.name in traced.inputs}
+    unsaid = {name: row for name, row in rows.items() if name in read and not is_declared(examples[name])}
+    several = [name for name, row in unsaid.items() if row not in (PLAIN, SHARED)]
     picked = [[name] for name, row in unsaid.items() if row == PLAIN and name in traced.read_whole]
     for names in filter(None, [several, *picked]):
         try:
