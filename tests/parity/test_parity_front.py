@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
         nn.MSELoss(),
         torch.zeros(3, WIDTH),
         "'targets' is of shape [3, 16]",
-        "nn.CrossEntropy",
+        "one row per sample",
     ),
     "no rows": (nn.MSELoss(), torch.zeros(()), "'targets' is of shape []", "one row per sample"),
     "a clash": (lambda a, x: a.mean(), {"x": Y}, "'x' names an input and a target", "targets={'labels': …}"),
