@@ -2,7 +2,6 @@
 
     if x.size(0) > 4: …       torch guards it, but for what two or more samples decide
     self.tables[f"{n}"]       torch writes the name of a symbol
-    max(n, 2)                 torch takes n, as it has two samples or more
     for i in range(n): …      a number of samples, where loops over them are recorded: that of the example
 
 Each but the last is recorded as the relation that held.
@@ -37,7 +36,7 @@ _NO_BRANCHES = ("autoptd.", "logging", "warnings")  # modules that take no branc
 
 @contextmanager
 def recorded_branches(found: Branches) -> Iterator[None]:
-    """Record what code outside of torch relies on: branches on sizes, the larger of two, texts of them."""
+    """Record what code outside of torch relies on: branches on sizes, and texts of them."""
     truth, shown = SymBool.__bool__, SymInt.__repr__
 
     def note(relation: sympy.Basic) -> bool:
@@ -64,23 +63,10 @@ def recorded_branches(found: Branches) -> Iterator[None]:
         read = is_read(self, sys._getframe(1)) or (how and self.node.hint is not None)
         return format(self.node.hint, how) if read else shown(self)
 
-    def larger(way: Callable[[SymInt, Any], Any], *, largest: bool) -> Callable[[SymInt, Any], Any]:
-        def chosen(self: SymInt, other: Any) -> Any:
-            made, one, two = way(self, other), self.node.expr, sympy.sympify(other)
-            expr = made.node.expr if isinstance(made, SymInt) else sympy.sympify(made)
-            if expr in (one, two):
-                more, less = (expr, two if expr == one else one) if largest else (two if expr == one else one, expr)
-                note(sympy.Ge(more, less, evaluate=False))
-            return made
-
-        return chosen
-
     with ExitStack() as patches:
         patches.enter_context(patch.object(SymBool, "__bool__", taken))
         patches.enter_context(patch.object(SymInt, "__repr__", text))
         patches.enter_context(patch.object(SymInt, "__format__", formatted))
-        patches.enter_context(patch.object(SymInt, "__sym_max__", larger(SymInt.__sym_max__, largest=True)))
-        patches.enter_context(patch.object(SymInt, "__sym_min__", larger(SymInt.__sym_min__, largest=False)))
         yield
 
 
