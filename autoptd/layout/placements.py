@@ -26,11 +26,33 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+_KNOWN: dict[tuple[type, tuple[Any, ...]], Any] = {}  # (class, fields) -> the only instance
 
 
-@dataclass(frozen=True, order=True)
-class Broadcast:
+class _Interned(type):
+    """The type of classes whose equal instances are one object: a search compares millions of placements."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        return _KNOWN.setdefault((cls, made._fields), made)
+
+
+class _Placed(metaclass=_Interned):
+    """Compared and hashed as an object: a set of placements has another order in every process."""
+
+    _fields: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        vars(self)["_fields"] = tuple(vars(self).values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._fields
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast(_Placed):
     """Every rank holds the whole tensor; its gradient is whole (`B`) or a partial value (`Bp`)."""
 
     partial_grad: bool = False
@@ -39,8 +61,8 @@ class Broadcast:
         return "Bp" if self.partial_grad else "B"
 
 
-@dataclass(frozen=True, order=True)
-class Split:
+@dataclass(frozen=True, eq=False)
+class Split(_Placed):
     """Each rank holds an equal slice of `dim`; with `groups` > 1, an equal slice of each group."""
 
     dim: int
@@ -50,16 +72,16 @@ class Split:
         return f"S{self.dim}" if self.groups == 1 else f"S{self.dim}/{self.groups}"
 
 
-@dataclass(frozen=True, order=True)
-class PartialSum:
+@dataclass(frozen=True, eq=False)
+class PartialSum(_Placed):
     """Each rank holds a partial value of the tensor; its gradient is whole on every rank."""
 
     def __str__(self) -> str:
         return "P"
 
 
-@dataclass(frozen=True, order=True)
-class OwnRows:
+@dataclass(frozen=True, eq=False)
+class OwnRows(_Placed):
     """Each rank holds what its own tokens give; other ranks hold other rows, or counts of them."""
 
     def __str__(self) -> str:

@@ -269,7 +269,7 @@ def test_a_gather_of_parameters_is_hidden_or_not(traced: autoptd.TracedModel) ->
     fix = {"zero": 3, "pp": 1, "tp": 1, "dp": 8, "micro": 1}
     shown, hidden = (chunks(traced, **fix, overlap=o)[0].chunk(0, last, {}) for o in ([], ["dp"]))
     own, _ = chunks(traced, **fix | {"zero": 1})
-    trained = own.numel(0, last)[1]
+    trained = own.numel(0, last)
     # gathered for the forward and for the backward pass, in bf16; gradients scattered in fp32; last blocks
     gather = last * collective_s("all_gather", trained * 2 / last, NODE, 8)
     scatter = last * collective_s("reduce_scatter", trained * 4 / last, NODE, 8)
@@ -286,9 +286,9 @@ def test_frozen_parameters_are_gathered_and_not_summed() -> None:
     frozen = autoptd.trace(model, seq=SEQ)
     last = len(frozen.folded.segments) - 1
     shown, _ = chunks(frozen, zero=3, pp=1, tp=1, dp=8, micro=1, overlap=[])
-    still, trained = shown.frozen_bytes(0, last), shown.numel(0, last)[1]
+    still, trained = shown.frozen_bytes(0, last), shown.numel(0, last)
     behind = shown.frozen_bytes(0, last, backward=True)
-    assert 0 < behind < still and still == 2 * shown.numel(0, last)[0]
+    assert 0 < behind < still and still == 2 * sum(p.numel() for p in model.parameters() if not p.requires_grad)
     forward, backward = (last * collective_s("all_gather", (trained * 2 + n) / last, NODE, 8) for n in (still, behind))
     scatter = last * collective_s("reduce_scatter", trained * 4 / last, NODE, 8)
     assert shown.chunk(0, last, {}).sharding_s == pytest.approx(forward + backward + scatter)
@@ -354,12 +354,12 @@ def test_heads_are_exchanged_for_tokens(traced: autoptd.TracedModel) -> None:
 def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -> None:
     eager, tensors = chunks(traced, kernels="eager")
     fused, _ = chunks(traced, kernels="fused")
-    trained = eager.numel(1, 2)[1]
+    trained = eager.numel(1, 2)
     device = tensors.cluster.device
     rate = device.memory_bytes_per_s * device.memory_sustained.fraction
     # the fp32 sum is read and written, the bf16 gradient read
-    assert eager._accumulation_s(eager.numel(1, 2)[1]) == pytest.approx(trained * (4 + 4 + 2) / rate)
-    assert fused._accumulation_s(fused.numel(1, 2)[1]) == 0.0
+    assert eager._accumulation_s(eager.numel(1, 2)) == pytest.approx(trained * (4 + 4 + 2) / rate)
+    assert fused._accumulation_s(fused.numel(1, 2)) == 0.0
 
 
 def test_a_tied_embedding_is_summed_over_its_stages() -> None:
@@ -405,7 +405,7 @@ def test_gradients_of_the_compute_type_are_widened_for_the_step(
 ) -> None:
     own, _ = chunks(traced, zero=zero, gradients=gradients)
     runs = [(0, 1), (2, 3)]
-    trained = own.numel(0, 1)[1] + own.numel(2, 3)[1]
+    trained = own.numel(0, 1) + own.numel(2, 3)
     assert own.update_bytes(runs) == (4 * -(-trained // shards) if shards else 0)
 
 
@@ -414,7 +414,7 @@ def test_the_step_may_be_the_fullest_moment(traced: autoptd.TracedModel) -> None
     narrow, wide = (planned(traced, **fix, gradients=g).predicted.memory[0] for g in ("compute", "main"))
     own, _ = chunks(traced, **fix, gradients="compute")
     upcast = own.update_bytes([(0, len(traced.folded.segments) - 1)])
-    assert upcast == 4 * own.numel(0, len(traced.folded.segments) - 1)[1]
+    assert upcast == 4 * own.numel(0, len(traced.folded.segments) - 1)
     assert narrow["activations"] == wide["activations"] and wide["temporary"] < upcast - wide["activations"]
     assert narrow["temporary"] + narrow["activations"] == upcast
     assert wide["gradients"] == 2 * narrow["gradients"]
@@ -426,7 +426,7 @@ def test_gradients_are_reduced_in_buckets(traced: autoptd.TracedModel, zero: int
     fix = {"zero": zero, "pp": 1, "tp": 1, "dp": 8, "micro": 1}
     cases: list[dict[str, Any]] = [{}, {"bucket_bytes": 10**7}]
     whole, cut = (chunks(traced, **fix | size)[0] for size in cases)
-    nbytes = gradient * whole.numel(0, last)[1]
+    nbytes = gradient * whole.numel(0, last)
     pieces = -(-nbytes // 10**7)
     assert pieces > 3 and (whole.buckets(nbytes // gradient), cut.buckets(nbytes // gradient)) == (1, pieces)
     assert whole.reduce_s([(0, last)]) == pytest.approx(collective_s(kind, nbytes, NODE, 8))

@@ -74,7 +74,7 @@ class ChunkCosts(StepEnd):
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
             recompute, weight = recompute + again, weight + part.weight_s
             statistics += part.sharding_s
-        backward += self._accumulation_s(self.numel(first, last)[1])
+        backward += self._accumulation_s(self.numel(first, last))
         shared_f, shared_b = self._sharding_s(first, last, forward, backward)
         return ChunkCost(
             forward + shared_f,
@@ -213,9 +213,7 @@ class ChunkCosts(StepEnd):
         for first, last in runs:
             alone = first == last and self.candidate.pp == 1
             for i in range(first, last + 1):
-                for name, count, stored, frozen, is_first in self._parameters[i]:
-                    if is_first or not alone:
-                        held.setdefault(name, Held(self._order[name], count, stored, frozen))
+                held.update((name, own) for name, own, is_first in self._held[i] if is_first or not alone)
         own = sorted(held.items(), key=lambda item: item[1].order)
         if any(first == 0 for first, _ in runs):  # the first stage holds unused parameters
             own += self._unused.items()

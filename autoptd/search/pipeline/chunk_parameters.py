@@ -84,26 +84,37 @@ class ChunkParameters:
                 found[place][isinstance(placement, Split)] += self.tensors.nbytes(infos(node)[0], placement)
         return [(whole, split) for whole, split in found]
 
-    def numel(
-        self, first: int, last: int, placement: Placement | None = None, experts: bool | None = None
-    ) -> tuple[int, int]:
-        """Return local elements (frozen, trained) in one placement or in all; tied parameters count once.
+    def numel(self, first: int, last: int, placement: Placement | None = None, experts: bool | None = None) -> int:
+        """Return local trained elements in one placement or in all; tied parameters count once.
 
         `experts`: of parameters that are split over ep ranks, or of the others; None: of both.
 
         Without a pipeline a tied parameter counts where it is read first; with one, on every stage that reads it.
         """
         alone = first == last and self.candidate.pp == 1
-        frozen = trained = 0
-        seen: set[str] = set()
-        for i in range(first, last + 1):
-            for name, count, stored, is_frozen, is_first in self._parameters[i]:
-                if experts is not None and (name in self._experts) != experts:
+        what = f"elements {placement} {experts} {alone}, ep {self.candidate.ep}"
+        totals, tied = self._memoised(what, lambda: self._count_elements(placement, experts, alone))
+        twice = sum(count for before, i, count in tied if first <= before and i <= last)
+        return totals[last + 1] - totals[first] - twice
+
+    def _count_elements(
+        self, placement: Placement | None, experts: bool | None, alone: bool
+    ) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Return the elements before each segment, and of parameters that are read again (segment before, segment,
+        elements)."""
+        totals, tied, reader = [0], list[tuple[int, int, int]](), dict[str, int]()
+        for i, mine in enumerate(self._parameters):
+            total = totals[-1]
+            for name, count, stored, is_frozen, is_first in mine:
+                wanted = placement in (None, stored) and experts in (None, name in self._experts)
+                if is_frozen or not wanted or (alone and not is_first):
                     continue
-                if (placement is None or stored == placement) and name not in seen and (is_first or not alone):
-                    seen.add(name)
-                    frozen, trained = (frozen + count, trained) if is_frozen else (frozen, trained + count)
-        return frozen, trained
+                total += count
+                if name in reader:
+                    tied.append((reader[name], i, count))
+                reader[name] = i
+            totals.append(total)
+        return totals, tied
 
     def frozen_bytes(self, first: int, last: int, *, backward: bool = False) -> int:
         """Return local bytes of frozen parameters; `backward`: only of segments through which gradients flow."""
@@ -181,6 +192,18 @@ class ChunkParameters:
         """Return parameter -> its position in the model's forward order."""
         names = dict.fromkeys(parameter[0] for mine in self._parameters for parameter in mine)
         return {name: i for i, name in enumerate(names)}
+
+    @property
+    def _held(self) -> list[list[tuple[str, Held, bool]]]:
+        """For each segment its parameters: (name, what a stage holds of it, first read here)."""
+        return self._memoised(f"held, ep {self.candidate.ep}", self._list_held)
+
+    def _list_held(self) -> list[list[tuple[str, Held, bool]]]:
+        order = self._order
+        return [
+            [(name, Held(order[name], count, stored, frozen), first) for name, count, stored, frozen, first in mine]
+            for mine in self._parameters
+        ]
 
     @property
     def _unused(self) -> dict[str, Held]:

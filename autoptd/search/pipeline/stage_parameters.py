@@ -58,12 +58,15 @@ def block_peak(
         if method.fp8:
             halved = (name for segment in segments for name in saved_in_fp8(segment))
             shares |= {name: shares.get(name, 1.0) / 2 for name in halved}
+        loss = f"loss {method.loss}"
+        if loss not in sharded.memo:
+            sharded.memo[loss] = loss_of(method, tensors.folded, sharded.sharding)
         found = tensors.workbook.walk(
             segments,
             sharded.sharding.kinds,
             policy,
             regather=method.gathers == "again",
-            in_place_loss=loss_of(method, tensors.folded, sharded.sharding) == "in_place",
+            in_place_loss=sharded.memo[loss] == "in_place",
         )
         if of_sizes not in sharded.sizes:
             bytes_of = sharded.memo.setdefault("bytes of storages", {})

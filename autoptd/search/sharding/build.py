@@ -90,14 +90,14 @@ class SplitNumbers(Prices):
             for node, tensors in self._kind_nodes(kind, segment, saved_bytes):
                 nodes.append(node)
                 infos_by_tensor.update(tensors)
-        given: dict[str, set[Placement]] = {}
-        wanted: dict[str, set[Placement]] = {}
+        given: dict[str, dict[Placement, None]] = {}
+        wanted: dict[str, dict[Placement, None]] = {}
         for node in nodes:
             for choice in node.choices:
                 for tensor, placement in choice.gives:
-                    given.setdefault(tensor, set()).add(placement)
+                    given.setdefault(tensor, {})[placement] = None
                 for tensor, placement in choice.needs:
-                    wanted.setdefault(tensor, set()).add(placement)
+                    wanted.setdefault(tensor, {})[placement] = None
         conversions = {}
         for tensor, targets in wanted.items():
             meta, times, in_prelude = infos_by_tensor[tensor]

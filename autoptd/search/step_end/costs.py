@@ -57,9 +57,9 @@ class StepEnd(ChunkParameters):
     def _trained(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, Copies]]:
         """Return the local trained elements of these runs of segments, with their copies: experts apart."""
         if len(self.copies) == 1:
-            return [(sum(self.numel(*run)[1] for run in runs), self.copies[0])]
+            return [(sum(self.numel(*run) for run in runs), self.copies[0])]
         kinds = zip((False, True), self.copies, strict=True)
-        return [(sum(self.numel(*run, experts=experts)[1] for run in runs), copies) for experts, copies in kinds]
+        return [(sum(self.numel(*run, experts=experts) for run in runs), copies) for experts, copies in kinds]
 
     def reduce_s(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> float:
         """Return seconds of reducing the gradients of these runs of segments over the ranks that share them.
@@ -67,7 +67,7 @@ class StepEnd(ChunkParameters):
         `cut`: the segments of all stages, which determine the parameters tied across stages.
         """
         c = self.candidate
-        partial = sum(self.numel(*run, BP, experts=None if c.ep == 1 else False)[1] for run in runs)
+        partial = sum(self.numel(*run, BP, experts=None if c.ep == 1 else False) for run in runs)
         found = 0.0
         if partial:
             found = collective_s("all_reduce", partial * self.gradient, self.cluster, c.tp, 1, c.world)
