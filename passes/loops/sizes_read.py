@@ -9,15 +9,10 @@ Each but the last is recorded as the relation that held.
 
 from __future__ import annotations
 
-import ast
-import linecache
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from itertools import islice
 from types import FrameType
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -26,6 +21,7 @@ import sympy
 from torch import SymBool, SymInt
 
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.loops.only_shown import only_shown
 from autoptd.passes.loops.turn_numbers import Counted
 
 Branches = dict[sympy.Basic, str]  # a relation of sizes that code of the model relied on -> its line
@@ -53,7 +49,7 @@ def recorded_branches(found: Branches) -> Iterator[None]:
         return held
 
     def is_read(size: SymInt, frame: FrameType) -> bool:
-        silent = _module(frame).startswith(_NO_BRANCHES) or _only_shown(frame)
+        silent = _module(frame).startswith(_NO_BRANCHES) or only_shown(frame)
         return size.node.hint is not None and not silent and note(sympy.Eq(size.node.expr, size.node.hint))
 
     def text(self: SymInt) -> str:
@@ -112,40 +108,6 @@ def counted_by_hint(mode: Counts) -> Iterator[None]:
         for name in ("__mul__", "__rmul__"):
             patches.enter_context(patch.object(SymInt, name, times(getattr(SymInt, name))))
         yield
-
-
-_SHOWS = re.compile(
-    r"print|log|debug|info|warn|error|exception|critical|check|assert|expect|raise|record", re.IGNORECASE
-)
-
-
-def _only_shown(frame: FrameType) -> bool:
-    """Return whether code is within a statement that only prints, logs or checks: `print(f"{n}")`, `raise …`."""
-    at = frame.f_lineno, 10**6
-    if hasattr(frame.f_code, "co_positions"):  # Python 3.11
-        line, _, column, _ = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-        at = (line, column) if line is not None and column is not None else at
-    around = [n for n in _statements(frame.f_code.co_filename) if (n.lineno, n.col_offset) <= at <= _end(n)]
-    found = max(around, key=lambda n: (n.lineno, n.col_offset), default=None)
-    if not isinstance(found, ast.Expr):
-        return isinstance(found, (ast.Raise, ast.Assert))
-    named = getattr(found.value, "func", None)
-    name = getattr(named, "attr", getattr(named, "id", ""))
-    return isinstance(found.value, ast.Call) and bool(_SHOWS.search(name))
-
-
-@cache
-def _statements(file: str) -> list[ast.stmt]:
-    """Return the statements of a file; none of one that cannot be read."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
-    return [n for n in ast.walk(tree) if isinstance(n, ast.stmt)]
-
-
-def _end(statement: ast.stmt) -> tuple[int, int]:
-    return statement.end_lineno or statement.lineno, statement.end_col_offset or 10**6
 
 
 def _asking() -> FrameType:

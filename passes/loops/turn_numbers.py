@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import builtins
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import SymInt, Tensor, nn
 
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.loops.only_shown import only_shown
 
 _LATER = 64  # turns after those of the trace for which a comparison is tried
 _LAST = 10**6
+_LIBRARIES = {"torch", "autoptd", "sympy", "numpy"}  # their code reads numbers for itself
 
 
 class Turn(int):
@@ -69,34 +73,54 @@ class Turn(int):
     def __ne__(self, other: object) -> bool:
         return self._compared(operator.ne, other)
 
-    __hash__ = int.__hash__
-
     def __bool__(self) -> bool:
         return self._compared(operator.ne, 0)
 
-    def __add__(self, other: Any) -> Any:
-        return self._computed(lambda n: n + other, other)
 
-    def __radd__(self, other: Any) -> Any:
-        return self._computed(lambda n: other + n, other)
+def _check_reader(frame: FrameType) -> None:
+    """Raise UnsupportedOp if a model's code reads the number of a turn as a plain one: what it makes of it for later
+    samples is not known."""
+    library = str(frame.f_globals.get("__name__")).partition(".")[0]
+    if library not in _LIBRARIES and not only_shown(frame):
+        raise UnsupportedOp(
+            "a loop over samples takes the number of its turn for a plain number, a text or a key",
+            fix="compute with it by +, -, *, // and % of whole numbers, and look values up in lists or tensors by it",
+        )
 
-    def __sub__(self, other: Any) -> Any:
-        return self._computed(lambda n: n - other, other)
 
-    def __rsub__(self, other: Any) -> Any:
-        return self._computed(lambda n: other - n, other)
+def _computes(name: str) -> Any:
+    """Return the method of a Turn that computes a whole number, for any turn."""
+    plain = getattr(int, name)
 
-    def __mul__(self, other: Any) -> Any:
-        return self._computed(lambda n: n * other, other)
+    def computed(self: Turn, *others: Any) -> Any:
+        if any(isinstance(x, float) for x in others):
+            _check_reader(sys._getframe(1))
+        if any(not isinstance(x, int) or isinstance(x, Turn) for x in others):
+            return plain(self, *others)
+        of = self.of
+        return Turn.numbered(self.turn, lambda i: plain(of(i), *others), self.turns)  # type: ignore[attr-defined]
 
-    def __rmul__(self, other: Any) -> Any:
-        return self._computed(lambda n: other * n, other)
+    return computed
 
-    def __floordiv__(self, other: Any) -> Any:
-        return self._computed(lambda n: n // other, other)
 
-    def __mod__(self, other: Any) -> Any:
-        return self._computed(lambda n: n % other, other)
+def _reads(name: str) -> Any:
+    """Return the method of a Turn that gives something else than a whole number."""
+    plain = getattr(int, name)
+
+    def read(self: Turn, *others: Any) -> Any:
+        _check_reader(sys._getframe(1))
+        return plain(int.__index__(self), *others)
+
+    return read
+
+
+_BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_COMPUTED = (*_BINARY, *(f"r{name}" for name in _BINARY), "neg", "pos", "abs", "invert")
+_READ = ("truediv", "rtruediv", "divmod", "rdivmod", "round", "trunc", "floor", "ceil", "float", "int", "hash")
+for _name in _COMPUTED:
+    setattr(Turn, f"__{_name}__", _computes(f"__{_name}__"))
+for _name in (*_READ, "repr", "format"):
+    setattr(Turn, f"__{_name}__", _reads(f"__{_name}__"))
 
 
 class Counted(list[Any]):

@@ -141,6 +141,15 @@ def test_sizes_are_numbers(kind: Callable[[object], object]) -> None:
         assert float(par.train_step({"x": batch()})) == pytest.approx(float(source.model(batch())), rel=1e-12)
 
 
+def named(y: Tensor) -> Tensor:
+    rows = []
+    for i, row in enumerate(y):
+        print(f"sample {i} at {i / 2}", end="")
+        with torch.profiler.record_function(f"sample {i}"):
+            rows.append(row * 2)
+    return torch.stack(rows)
+
+
 def cut_off(y: Tensor) -> Tensor:
     total = []
     for i, row in enumerate(y):
@@ -154,6 +163,12 @@ LOOPS: dict[str, Branch] = {
     "cut off": cut_off,
     "one sample": lambda y: torch.stack([row * (2 if i == 7 else 1) for i, row in enumerate(y)]),
     "groups": lambda y: torch.stack([y[i] * (2 if i // 8 else 1) for i in range(y.size(0))]),
+    "key": lambda y: torch.stack([row * {7: 2}.get(i, 1) for i, row in enumerate(y)]),
+    "text": lambda y: torch.stack([row * {"7": 2}.get(str(i), 1) for i, row in enumerate(y)]),
+    "bits": lambda y: torch.stack([row * (2 if i & 8 else 1) for i, row in enumerate(y)]),
+    "square": lambda y: torch.stack([row * (2 if i**2 > 48 else 1) for i, row in enumerate(y)]),
+    "rounded": lambda y: torch.stack([row * (1 + int(i / 7)) for i, row in enumerate(y)]),
+    "rounded down": lambda y: torch.stack([row * (1 + math.floor(i * 0.14)) for i, row in enumerate(y)]),
     "any": lambda y: y * (2 if any(i == 7 for i in range(len(y))) else 1),
     "within": lambda y: y * (2 if 7 in range(y.size(0)) else 1),
     "part": lambda y: y * len(range(y.size(0))[:3]),
@@ -176,6 +191,7 @@ def test_loops_that_treat_all_samples_alike() -> None:
     bodies: list[Branch] = [
         lambda y: torch.stack([row * 2 for i, row in enumerate(y) if i >= 0]),
         lambda y: torch.stack([y[i] * 3 for i in range(y.size(0))]),
+        named,
         lambda y: torch.cat(y.split([1] * y.size(0))),
         lambda y: torch.stack([a * b for a, b in zip(y, y, strict=True)]),
     ]
