@@ -22,6 +22,7 @@ takes outside the allocator, and the driver's context.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -314,6 +315,19 @@ def alive(stage: int, stages: int, microbatches: int, schedule: str = "1f1b", vi
 def allocator_bytes(dynamic_bytes: int, fragmentation: float = FRAGMENTATION) -> int:
     """Return the bytes that the caching allocator reserves but does not use; a step allocates `dynamic_bytes`."""
     return padded(round(fragmentation * dynamic_bytes), SEGMENT_BYTES)
+
+
+def most_allocated(reserved_bytes: float, fragmentation: float = FRAGMENTATION) -> float:
+    """Return the most bytes that a step may allocate of those that the caching allocator may reserve."""
+    if not math.isfinite(reserved_bytes):
+        return reserved_bytes
+    most = math.floor(reserved_bytes / (1 + fragmentation)) + 1
+    least = most - SEGMENT_BYTES - 2
+
+    def held(nbytes: int) -> int:
+        return nbytes + allocator_bytes(nbytes, fragmentation)
+
+    return least - 1 + bisect_right(range(least, most + 1), reserved_bytes, key=held)
 
 
 def communicator_bytes(groups: Sequence[int], channels: int = CHANNELS, connections: int = CONNECTIONS) -> int:

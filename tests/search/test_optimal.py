@@ -95,7 +95,7 @@ def test_a_gap_is_never_smaller_than_the_true_one(effort: int) -> None:
 def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search with too many choices to try all recomputes everything, and reports a gap that covers its loss."""
 
-    def all_of_it(groups: Sequence[menus.Group], _: object) -> Iterator[menus.Counts]:
+    def all_of_it(groups: Sequence[menus.Group], _: object) -> Iterator[tuple[tuple[int, ...], ...]]:
         leanest = [min(menu, key=lambda way: way.peak.kept) for menu, _ in groups]
         pairs = zip(groups, leanest, strict=True)
         yield tuple(tuple(len(where) * (way is least) for way in menu) for (menu, where), least in pairs)

@@ -11,12 +11,14 @@ from functools import cached_property
 
 import numpy as np
 
+from autoptd.schedule import Alive
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
-from autoptd.search.pipeline.recompute_options import RecomputeOption, RecomputeOptions, undominated
+from autoptd.search.pipeline.recompute_options import RecomputeFront, RecomputeOption, RecomputeOptions, undominated
 from autoptd.search.pipeline.stage_parameters import block_peak
 from autoptd.search.pipeline.windows import Floats, Ints
 
 NONE = "none"
+Kinds = tuple[str, ...]  # of a block's segments
 
 
 class BlockCosts:
@@ -27,16 +29,20 @@ class BlockCosts:
         self._wanted = chunks.candidate.recompute
         self._blocks = chunks.tensors.workbook.facts.blocks
         self._at = [at for at, block in enumerate(self._blocks) for _ in range(block.length)]  # by segment
-        self._options: dict[tuple[str, ...], RecomputeOptions] = {}
+        self._options: dict[Kinds, RecomputeOptions] = {}
+        self.fronts: dict[tuple[tuple[tuple[Kinds, ...], ...], Alive], RecomputeFront] = {}  # by chunk and block
 
     def within(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
         """Yield the segments of each block of a stage, or of the part of it inside the stage."""
         for block in self._blocks[self._at[first] : self._at[last] + 1]:
             yield block.inside(first, last)
 
+    def kinds_of(self, block: tuple[int, ...]) -> Kinds:
+        return tuple(self.folded.segments[i].kind for i in block)
+
     def options_of(self, block: tuple[int, ...]) -> RecomputeOptions:
         """Return the recompute options of a block."""
-        kinds = tuple(self.folded.segments[i].kind for i in block)
+        kinds = self.kinds_of(block)
         if kinds not in self._options:
             self._options[kinds] = undominated([self.option(block, policy) for policy in self.policies_for(block)])
         return self._options[kinds]

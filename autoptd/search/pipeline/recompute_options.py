@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +36,10 @@ class RecomputeOption:
     peak: Peak
 
 
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
 RecomputeOptions = tuple[RecomputeOption, ...]  # fastest first; each later one keeps less or has a lower peak
+Group = tuple[RecomputeOptions, list[tuple[int, int]]]  # options, and (chunk, position) of the blocks that have them
 
 
 @dataclass(frozen=True)
@@ -80,37 +82,114 @@ def most_saving(chunks: Sequence[Sequence[RecomputeOptions]]) -> tuple[tuple[Rec
     )
 
 
-def choose(
-    chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive, fits: Callable[[int, int], bool]
-) -> RecomputeChoice | None:
-    """Return the fastest choice with `fits(kept, extra)`; None if there is none. `fits` is monotone in the bytes.
+class RecomputeFront:
+    """The choices for the blocks of a rank that no other beats in both seconds and bytes, fastest first.
 
     Blocks of a chunk with equal options are interchangeable: only the number of blocks per option is chosen. Blocks
-    that keep less come first in the chunk, so that least of the others is in memory at their peak.
+    that keep less come first in the chunk, so that least of the others is in memory at their peak. The choices depend
+    on no budget, so that ranks of many candidates share them.
     """
-    quickest = _choice(chunks, [tuple(options[0] for options in chunk) for chunk in chunks], alive, exact=True)
-    if fits(quickest.kept, quickest.extra):
-        return quickest
-    groups = _groups(chunks)
-    sizes = [math.comb(len(where) + len(options) - 1, len(where)) for options, where in groups]
-    exact = math.prod(sizes) <= EXACT
-    for counts in _by_seconds(groups, alive, fits) if exact else _greedy(groups, alive):
-        found = _choice(chunks, _assigned(chunks, groups, counts), alive, exact=exact)
-        if fits(found.kept, found.extra):
-            return found
-    return None
+
+    def __init__(self, chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive) -> None:
+        self.chunks, self.alive = chunks, alive
+
+    def within(self, budget_bytes: float) -> RecomputeChoice | None:
+        """Return the fastest choice whose `kept` and `extra` bytes are within a budget; None if there is none."""
+        if self._quickest.kept + self._quickest.extra <= budget_bytes:
+            return self._quickest
+        nbytes, counts = self._points
+        at = int(np.searchsorted(-nbytes, -budget_bytes))
+        if at == len(nbytes):
+            return None
+        chosen = [tuple(map(int, table[at])) for table in counts]
+        return _choice(self.chunks, _assigned(self.chunks, self._groups, chosen), self.alive, exact=self._is_exact)
+
+    @cached_property
+    def _quickest(self) -> RecomputeChoice:
+        return _choice(self.chunks, [tuple(options[0] for options in chunk) for chunk in self.chunks], self.alive)
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        return _groups(self.chunks)
+
+    @cached_property
+    def _is_exact(self) -> bool:
+        return math.prod(math.comb(len(where) + len(w) - 1, len(where)) for w, where in self._groups) <= EXACT
+
+    @cached_property
+    def _points(self) -> tuple[Floats, list[Counts]]:
+        """The bytes of each choice, and for each group the number of its blocks per option, [choice, option]."""
+        seconds, nbytes, counts = self._all() if self._is_exact else self._some()
+        order = np.lexsort((nbytes, seconds))
+        least = np.minimum.accumulate(nbytes[order])
+        front = order[np.concatenate([[True], least[1:] < least[:-1]])]
+        return nbytes[front], counts(front)
+
+    def _all(self) -> tuple[Floats, Floats, Callable[[Counts], list[Counts]]]:
+        """Return the seconds and bytes of all choices, and what gives the counts of some of them."""
+        alive, seconds, extra = self.alive, np.zeros(1), np.zeros(1)
+        kept = [np.zeros(1) for _ in alive.rows]
+        tables = [_compositions(len(where), len(options)) for options, where in self._groups]
+        for c, chunk in enumerate(self.chunks):
+            own = [(*group, table) for group, table in zip(self._groups, tables, strict=True) if group[1][0][0] == c]
+            for options, _, table in own:
+                seconds = np.add.outer(seconds, table @ np.array([w.recompute_s for w in options])).ravel()
+            mine, above = _bytes_of_chunk(own, len(chunk))
+            kept = [np.add.outer(before, row[c] * mine).ravel() for before, row in zip(kept, alive.rows, strict=True)]
+            extra = np.maximum.outer(extra, above).ravel()
+        shape = [len(table) for table in tables]
+
+        def counts(some: Counts) -> list[Counts]:
+            return [table[at] for table, at in zip(tables, np.unravel_index(some, shape), strict=True)]
+
+        return seconds, np.rint(np.maximum.reduce(kept) / alive.parts) + extra, counts
+
+    def _some(self) -> tuple[Floats, Floats, Callable[[Counts], list[Counts]]]:
+        """Return the same of the choices in order of bytes saved per second."""
+        found = [self._start, *_greedy(self._groups, self.alive)]
+        choices = [_choice(self.chunks, _assigned(self.chunks, self._groups, counts), self.alive) for counts in found]
+        tables = [np.array(rows) for rows in zip(*found, strict=True)]
+        seconds, nbytes = np.array([(c.recompute_s, c.kept + c.extra) for c in choices], dtype=float).T
+        return seconds, nbytes, lambda some: [table[some] for table in tables]
+
+    @property
+    def _start(self) -> tuple[tuple[int, ...], ...]:
+        """The counts of the quickest choice."""
+        return tuple((len(where), *[0] * (len(options) - 1)) for options, where in self._groups)
+
+
+def _bytes_of_chunk(
+    groups: Sequence[tuple[RecomputeOptions, list[tuple[int, int]], Counts]], length: int
+) -> tuple[Floats, Floats]:
+    """Return, for all counts of a chunk's groups, what its `length` blocks keep and the peak above it, flat.
+
+    Within consecutive blocks of one option the last has the highest peak, for what is kept before it grows.
+    """
+    shape = [len(table) for _, _, table in groups]
+    at = {i: (g, j) for g, (_, where, _) in enumerate(groups) for j, (_, i) in enumerate(where)}
+    orders = [sorted(range(len(options)), key=lambda w: options[w].peak.kept) for options, _, _ in groups]
+    ends = [np.cumsum(table[:, order], axis=1) for (_, _, table), order in zip(groups, orders, strict=True)]
+    before, fullest = np.zeros(shape), np.zeros(shape)
+    runs = itertools.groupby(range(length), key=lambda i: (at[i][0], i - at[i][1]))  # neighbours of one group
+    for (g, _), blocks in runs:
+        inside = [at[i][1] for i in blocks]
+        held = np.clip(ends[g], inside[0], inside[-1] + 1) - inside[0]  # blocks of this run up to each option's last
+        numbers = np.diff(held, axis=1, prepend=0)
+        view = [1] * g + [-1] + [1] * (len(groups) - g - 1)
+        for place, w in enumerate(orders[g]):
+            option, n = groups[g][0][w], numbers[:, place].reshape(view)
+            peak = before + ((n - 1) * option.peak.kept + _fullest(option))
+            fullest = np.where(n > 0, np.maximum(fullest, peak), fullest)
+            before = before + n * option.peak.kept
+    return before.ravel(), (np.maximum(fullest, before) - before).ravel()
 
 
 def decreasing_memory(chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive) -> Iterator[RecomputeChoice]:
     """Yield the fastest choice, then switch one block at a time to an option that keeps less, by bytes per second."""
     groups = _groups(chunks)
-    yield _choice(chunks, [tuple(options[0] for options in chunk) for chunk in chunks], alive, exact=True)
+    yield _choice(chunks, [tuple(options[0] for options in chunk) for chunk in chunks], alive)
     for counts in _greedy(groups, alive):
         yield _choice(chunks, _assigned(chunks, groups, counts), alive, exact=False)
-
-
-Group = tuple[RecomputeOptions, list[tuple[int, int]]]  # options, and (chunk, position) of the blocks that have them
-Counts = tuple[tuple[int, ...], ...]  # number of blocks per group and option
 
 
 def _groups(chunks: Sequence[Sequence[RecomputeOptions]]) -> list[Group]:
@@ -121,34 +200,16 @@ def _groups(chunks: Sequence[Sequence[RecomputeOptions]]) -> list[Group]:
     return [(options, where) for (_, options), where in found.items()]
 
 
-def _by_seconds(groups: Sequence[Group], alive: Alive, fits: Callable[[int, int], bool]) -> Iterator[Counts]:
-    """Yield all counts whose kept bytes alone fit, fastest first."""
-    tables = [_compositions(len(where), len(options)) for options, where in groups]
-    seconds, each = np.zeros(1), [np.zeros(1) for _ in alive.rows]
-    for (options, where), table in zip(groups, tables, strict=True):
-        seconds = np.add.outer(seconds, table @ np.array([w.recompute_s for w in options])).ravel()
-        mine = table @ np.array([w.peak.kept for w in options], dtype=float)
-        pairs = zip(each, alive.rows, strict=True)
-        each = [np.add.outer(before, row[where[0][0]] / alive.parts * mine).ravel() for before, row in pairs]
-    kept, shape = np.maximum.reduce(each), [len(table) for table in tables]
-    sizes = np.unique(kept)
-    fitting = bisect_left(sizes, True, key=lambda size: not fits(int(size), 0))
-    possible = np.flatnonzero(kept <= sizes[fitting - 1]) if fitting else np.array([], dtype=int)
-    for index in possible[np.lexsort((kept[possible], seconds[possible]))]:
-        at = np.unravel_index(index, shape)
-        yield tuple(tuple(map(int, table[i])) for table, i in zip(tables, at, strict=True))
-
-
 @lru_cache(maxsize=512)
-def _compositions(total: int, parts: int) -> NDArray[np.int64]:
+def _compositions(total: int, parts: int) -> Counts:
     """Return all ways to write `total` as a sum of `parts` counts, [ways, parts]."""
-    bars = itertools.combinations(range(total + parts - 1), parts - 1)
-    rows = [np.diff((-1, *bar, total + parts - 1)) - 1 for bar in bars]
-    return np.array(rows, dtype=np.int64).reshape(-1, parts)
+    bars = list(itertools.combinations(range(total + parts - 1), parts - 1))
+    edges = np.array(bars, dtype=np.int64).reshape(len(bars), parts - 1)
+    return np.diff(edges, axis=1, prepend=-1, append=total + parts - 1) - 1
 
 
-def _greedy(groups: Sequence[Group], alive: Alive) -> Iterator[Counts]:
-    """Yield counts that switch one block at a time, by the most bytes saved per second."""
+def _greedy(groups: Sequence[Group], alive: Alive) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield the number of blocks per group and option; one block at a time is switched, by most bytes per second."""
     held = [max(row[where[0][0]] for row in alive.rows) for _, where in groups]
     counts = [[len(where), *[0] * (len(options) - 1)] for options, where in groups]
     while True:
@@ -168,7 +229,7 @@ def _greedy(groups: Sequence[Group], alive: Alive) -> Iterator[Counts]:
 
 
 def _assigned(
-    chunks: Sequence[Sequence[RecomputeOptions]], groups: Sequence[Group], counts: Counts
+    chunks: Sequence[Sequence[RecomputeOptions]], groups: Sequence[Group], counts: Sequence[Sequence[int]]
 ) -> list[tuple[RecomputeOption, ...]]:
     """Return the option of every block, given the counts."""
     found: list[list[RecomputeOption]] = [[options[0] for options in chunk] for chunk in chunks]
@@ -185,7 +246,7 @@ def _choice(
     chosen: Sequence[tuple[RecomputeOption, ...]],
     alive: Alive,
     *,
-    exact: bool,
+    exact: bool = True,
 ) -> RecomputeChoice:
     kept, extra = bytes_of(chosen, alive)
     return RecomputeChoice(

@@ -13,18 +13,24 @@ from functools import cached_property
 import numpy as np
 
 from autoptd.cost_models.cluster import Device
-from autoptd.cost_models.memory import FRAGMENTATION_LEAST, Memory, allocator_bytes, communicator_bytes
+from autoptd.cost_models.memory import (
+    FRAGMENTATION_LEAST,
+    Memory,
+    allocator_bytes,
+    communicator_bytes,
+    most_allocated,
+)
 from autoptd.schedule import Alive
-from autoptd.search.pipeline.block_cost import NONE, BlockCosts
+from autoptd.search.pipeline.block_cost import NONE, BlockCosts, Kinds
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.lp_bound import BlockOptions, Blocks
 from autoptd.search.pipeline.recompute_options import (
     RecomputeChoice,
+    RecomputeFront,
     RecomputeOption,
     RecomputeOptions,
     bytes_of,
-    choose,
     decreasing_memory,
     most_saving,
 )
@@ -35,11 +41,13 @@ _Key = tuple[bool, tuple[int, ...]]  # whether the run starts at segment 0, and 
 
 @dataclass(frozen=True)
 class SegmentRange:
-    """Memory of a run of segments: upper bound of its state, bytes of gradients upcast for the step, and its blocks."""
+    """Memory of a run of segments: upper bound of its state, bytes of gradients upcast for the step, and its blocks:
+    positions of their segments relative to the run's first, their kinds, and recompute options."""
 
     state: Memory
     upcast: int
-    blocks: tuple[tuple[int, ...], ...]  # positions of each block's segments, relative to the run's first
+    blocks: tuple[tuple[int, ...], ...]
+    kinds: tuple[Kinds, ...]
     options: tuple[RecomputeOptions, ...]
 
 
@@ -115,11 +123,10 @@ class StageCost:
         """Return the fastest recomputation that fits for a rank with these runs of segments, or None.
 
         `chunks`: number of chunks that each run stands for."""
-        found = choose(
-            [span.options for span in spans],
-            alive,
-            lambda kept, extra: self._needed(state, upcast, kept, extra, chunks) <= self.limit,
-        )
+        key = tuple(span.kinds for span in spans), alive
+        if key not in self.blocks.fronts:
+            self.blocks.fronts[key] = RecomputeFront([span.options for span in spans], alive)
+        found = self.blocks.fronts[key].within(self._work_bytes(state, upcast, chunks))
         self.rough = self.rough or (found is not None and not found.exact)
         return found
 
@@ -141,6 +148,12 @@ class StageCost:
     def budget_bytes(self) -> float:
         """Bytes available for state and activations."""
         return self.limit - self._communication_bytes - self.device.context_bytes
+
+    def _work_bytes(self, state: Memory, upcast: int, chunks: int) -> float:
+        """Return the most bytes that passes may work with, kept ones included, as `_needed` counts; -1 if none are."""
+        state_bytes = (state.parameters + state.gradients + state.optimizer) * chunks
+        most = most_allocated(self.budget_bytes - state_bytes, FRAGMENTATION_LEAST) - state.temporary
+        return most if upcast * chunks <= most else -1
 
     def _needed(self, state: Memory, upcast: int, kept: int, extra: int, chunks: int = 1) -> float:
         """Return `Memory.needed` of a rank with `chunks` chunks of this state."""
@@ -183,6 +196,7 @@ class StageCost:
                 self.chunks.state_at_most(first, last),
                 self.chunks.update_bytes([(first, last)]),
                 tuple(tuple(i - first for i in block) for block in blocks),
+                tuple(self.blocks.kinds_of(block) for block in blocks),
                 tuple(self.blocks.options_of(block) for block in blocks),
             )
         return self._spans[key]

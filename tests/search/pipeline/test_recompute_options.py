@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import FRAGMENTATION_LEAST, allocator_bytes, most_allocated
 from autoptd.passes.analysis.liveness import Peak
 from autoptd.passes.trace.traced import BATCH
 from autoptd.schedule import Alive
@@ -17,10 +18,10 @@ from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.pipeline import recompute_options as menus
 from autoptd.search.pipeline.recompute_options import (
     RecomputeChoice,
+    RecomputeFront,
     RecomputeOption,
     RecomputeOptions,
     bytes_of,
-    choose,
     most_saving,
     undominated,
 )
@@ -45,8 +46,8 @@ def random_menu(rng: random.Random, orderly: bool = True) -> RecomputeOptions:
     return undominated(ways)
 
 
-def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callable[[int, int], bool]]:
-    """Make one to three chunks of blocks, some equal, in-flight microbatches (of each or of all), and a fit test."""
+def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, int]:
+    """Make one to three chunks of blocks, some equal, in-flight microbatches (of each or of all), and a budget."""
     rng = random.Random(seed)
     known = [random_menu(rng, orderly) for _ in range(rng.randint(1, 3))]
     chunks = [[rng.choice(known) for _ in range(rng.randint(1, 4))] for _ in range(rng.choice([1, 1, 1, 2, 3]))]
@@ -56,7 +57,7 @@ def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, Callabl
     most, least = (bytes_of(ways, alive) for ways in (_first(chunks), most_saving(chunks)))
     budget_bytes = round(sum(least) + rng.uniform(-0.2, 1.1) * (sum(most) - sum(least)))
     upcast = rng.choice([0, 0, 40])  # as when gradients of the compute dtype are widened for the step
-    return chunks, alive, lambda kept, extra: kept + max(extra, upcast - kept) <= budget_bytes
+    return chunks, alive, budget_bytes if upcast <= budget_bytes else -1
 
 
 def random_alive(rng: random.Random, chunks: int) -> Alive:
@@ -69,7 +70,7 @@ def _first(chunks: Chunks) -> list[tuple[RecomputeOption, ...]]:
     return [tuple(menu[0] for menu in chunk) for chunk in chunks]
 
 
-def brute_force(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) -> float:
+def brute_force(chunks: Chunks, alive: Alive, budget_bytes: int) -> float:
     """Return the least seconds over all combinations of options of single blocks."""
     best = math.inf
     for ways in itertools.product(*(menu for chunk in chunks for menu in chunk)):
@@ -77,21 +78,21 @@ def brute_force(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) 
         for chunk in chunks:
             found.append(ways[at : at + len(chunk)])
             at += len(chunk)
-        if fits(*bytes_of(found, alive)):
+        if sum(bytes_of(found, alive)) <= budget_bytes:
             best = min(best, sum(w.recompute_s for w in ways))
     return best
 
 
-def checked(chunks: Chunks, alive: Alive, fits: Callable[[int, int], bool]) -> RecomputeChoice | None:
-    """Return the choice of `choose` after checking that its figures are right."""
-    found = choose(chunks, alive, fits)
+def checked(chunks: Chunks, alive: Alive, budget_bytes: int) -> RecomputeChoice | None:
+    """Return the fastest choice within a budget after checking that its figures are right."""
+    found = RecomputeFront(chunks, alive).within(budget_bytes)
     if found is not None:
         assert [len(ways) for ways in found.chosen] == [len(chunk) for chunk in chunks]
         pairs = [
             pair for ways, chunk in zip(found.chosen, chunks, strict=True) for pair in zip(ways, chunk, strict=True)
         ]
         assert all(way in menu for way, menu in pairs)
-        assert (found.kept, found.extra) == bytes_of(found.chosen, alive) and fits(found.kept, found.extra)
+        assert (found.kept, found.extra) == bytes_of(found.chosen, alive) and found.kept + found.extra <= budget_bytes
         assert found.recompute_s == pytest.approx(sum(w.recompute_s for ways in found.chosen for w in ways))
     return found
 
@@ -110,7 +111,8 @@ def test_no_other_choice_that_fits_is_quicker() -> None:
 
 
 def test_the_random_ranks_are_tight_and_loose() -> None:
-    found = [choose(*random_rank(seed)) for seed in range(600)]
+    ranks = [random_rank(seed) for seed in range(600)]
+    found = [RecomputeFront(chunks, alive).within(budget_bytes) for chunks, alive, budget_bytes in ranks]
     again = [c.recompute_s for c in found if c is not None]
     assert all(c.exact for c in found if c is not None)
     assert 30 < found.count(None) < 300 and 60 < again.count(0.0) < 400
@@ -122,11 +124,11 @@ def test_a_rough_choice_fits_and_says_that_it_is_rough(monkeypatch: pytest.Monke
     monkeypatch.setattr(menus, "EXACT", 1)
     slower = 0
     for seed in range(300):
-        chunks, alive, fits = random_rank(seed)
-        found = checked(chunks, alive, fits)
+        chunks, alive, budget_bytes = random_rank(seed)
+        found = checked(chunks, alive, budget_bytes)
         if found is None:
             continue
-        best = brute_force(chunks, alive, fits)
+        best = brute_force(chunks, alive, budget_bytes)
         assert found.recompute_s >= best - 1e-9
         assert not found.exact or found.recompute_s == pytest.approx(best), seed
         slower += found.recompute_s > best + 1e-9
@@ -157,7 +159,7 @@ def test_bytes_by_hand() -> None:
 
 def test_half_a_stage_recomputes_where_half_does() -> None:
     none, full = RecomputeOption("none", 0.0, Peak(10, 10, 10)), RecomputeOption("full", 1.0, Peak(0, 10, 10))
-    found = choose([[(none, full)] * 4], Alive(((1,),)), lambda kept, extra: kept + extra <= 20)
+    found = RecomputeFront([[(none, full)] * 4], Alive(((1,),))).within(20)
     assert found is not None and [w.policy for w in found.chosen[0]] == ["full", "full", "none", "none"]
     assert (found.kept, found.extra) == (20, 0)
 
@@ -201,16 +203,24 @@ def test_blocks_of_models_are_of_that_kind(name: str) -> None:
     assert checked > 4
 
 
-def test_choices_that_do_not_fit_are_not_asked_for_one_by_one() -> None:
-    menu = tuple(RecomputeOption(p, float(i), Peak(90 - i, 90, 90)) for i, p in enumerate(POLICIES))
-    asked = []
+def test_one_front_serves_every_budget() -> None:
+    for seed in range(100):
+        chunks, alive, _ = random_rank(seed)
+        front = RecomputeFront(chunks, alive)
+        most = sum(bytes_of(_first(chunks), alive))
+        budgets = [*range(0, most, 7), most]
+        found = [front.within(n) for n in budgets]
+        assert found == [RecomputeFront(chunks, alive).within(n) for n in budgets]
+        seconds = [math.inf if c is None else c.recompute_s for c in found]
+        assert seconds == sorted(seconds, reverse=True) and front.within(math.inf) == found[-1]
 
-    def fits(kept: int, extra: int) -> bool:
-        asked.append(kept)
-        return kept + extra <= 40 * 87 + 5
 
-    found = choose([[menu] * 40], Alive(((1,),)), fits)
-    assert found is not None and found.exact and len(asked) < 30  # of 12,341 choices
+def test_the_work_that_an_allocator_leaves_room_for() -> None:
+    for reserved in (-1, 0, 1, 10**6, 80 * 2**30, 80 * 2**30 + 0.5):
+        most = most_allocated(reserved, FRAGMENTATION_LEAST)
+        held = [n + allocator_bytes(n, FRAGMENTATION_LEAST) for n in (int(most), int(most) + 1)]
+        assert held[0] <= reserved < held[1]
+    assert most_allocated(math.inf) == math.inf
 
 
 # ---- planted bugs ----
@@ -227,5 +237,5 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(AssertionError):
             assert _wrong(range(200)) == []
     with monkeypatch.context() as patch:  # by price, and believed to be the best
-        patch.setattr(menus, "_by_seconds", lambda groups, alive, _: menus._greedy(groups, alive))
+        patch.setattr(RecomputeFront, "_all", RecomputeFront._some)
         assert _wrong(range(200))
