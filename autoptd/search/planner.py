@@ -31,7 +31,7 @@ from autoptd.search.meshes import Candidate, distance
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
-from autoptd.search.pipeline.lower_bounds import CandidateBounds, cut_bound_s
+from autoptd.search.pipeline.lower_bounds import CandidateBounds
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter
@@ -68,7 +68,6 @@ class _Entry:
 
     candidate: Candidate
     bound_s: float
-    staged: Staged | None = None
     passes_s: float = 0.0  # lower bound on the seconds of all cuts without the step's end
     is_full: bool = False  # whether memory raises its bound, or its stages recompute
     stages: Stages | None = None
@@ -103,7 +102,7 @@ class Planner:
             self._refine,
         )
         self._entries: Sequence[_Entry] = ()
-        self._sharded_state: dict[Candidate, _Entry] = {}  # the entries with ZeRO 1
+        self._sharded_state: dict[Candidate, _Entry] = {}  # the entries with ZeRO 1 over all ranks
         self._best: Staged | None = None
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
         self._too_large: list[_Entry] = []  # those that do not fit
@@ -138,7 +137,7 @@ class Planner:
             raise solved
         stages = self._stages(candidate)
         try:
-            return simulated(stages.solve())
+            return min(map(simulated, stages.solutions()), key=lambda staged: staged.seconds)
         except StagesDoNotFit:
             raise stages.shortfall().error() from None
 
@@ -148,7 +147,7 @@ class Planner:
         """Find the best plan; return a lower bound of all candidates."""
         started = time.monotonic()
         self._entries = entries = [_Entry(c, self._bounds.floor_s(c)) for c in options]
-        self._sharded_state = {e.candidate: e for e in entries if e.candidate.zero == 1}
+        self._sharded_state = {e.candidate: e for e in entries if e.candidate.zero == 1 and not e.candidate.shards}
         self._find_first(entries)
         if self.task.constraints.include and self.task.effort is not None:
             self._try_neighbours(started)
@@ -278,8 +277,11 @@ class Planner:
         assert stages is not None
         if stages.fixed or c.pp == 1 or (c.virtual == 1 and not row_of(c.schedule).splits_backward):
             return e.bound_s
+        if self._bound_by_lighter(e):
+            return e.bound_s
         microbatch_s = self._bounds.microbatch_s(c, stages.sharded) + 2 * sum(stages.least_sends_s)
-        return self._raise_bound(e, self._bounds.with_end_s(c, stages.relaxed_bound_s(), microbatch_s))
+        e.passes_s = max(e.passes_s, passes_s := stages.relaxed_bound_s())
+        return self._raise_bound(e, self._bounds.with_end_s(c, passes_s, microbatch_s))
 
     def _bound_measured(self, e: _Entry) -> float:
         """Bound all cuts by the seconds of each run with the recomputation that fits."""
@@ -289,17 +291,26 @@ class Planner:
 
     def _bound_cuts(self, e: _Entry, stages: Stages, *, measured: bool) -> float:
         c = e.candidate
-        if stages.fixed or c.pp == 1:
+        if stages.fixed or c.pp == 1 or self._bound_by_lighter(e):
             return e.bound_s
-        lighter = self._sharded_state.get(replace(c, zero=1)) if c.zero == 0 else None
-        if lighter is not None:  # its passes take as long, with less memory
-            before_s, e.is_full = e.bound_s, e.is_full or lighter.is_full
-            if self._raise_bound(e, self._bounds.with_end_s(c, lighter.passes_s)) > before_s:
-                e.step -= 1  # it takes this step when its turn comes again
-                return e.bound_s
-        e.passes_s, is_full = stages.least(measured=measured)
-        e.is_full = e.is_full or is_full
+        passes_s, is_full = stages.least(measured=measured)
+        e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
+
+    def _bound_by_lighter(self, e: _Entry) -> bool:
+        """Bound by the same candidate with its state sharded over all ranks, whose passes take no longer, in less
+        memory. Return whether that raised its bound: it takes this step when its turn comes again."""
+        c = e.candidate
+        if c.zero > 1 or not (c.zero == 0 or c.shards):
+            return False
+        lighter = self._sharded_state.get(replace(c, zero=1, shards=0))
+        if lighter is None:
+            return False
+        before_s, e.is_full = e.bound_s, e.is_full or lighter.is_full
+        if self._raise_bound(e, self._bounds.with_end_s(c, lighter.passes_s)) == before_s:
+            return False
+        e.step -= 1
+        return True
 
     def _raise_bound(self, e: _Entry, seconds: float) -> float:
         e.bound_s = max(e.bound_s, seconds)
@@ -311,17 +322,16 @@ class Planner:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         assert e.stages is not None
         try:
-            e.staged = e.stages.solve()
+            solutions = e.stages.solutions()
         except StagesDoNotFit:
             e.is_full = True
             return self._raise_bound(e, _NEVER)
-        e.is_full = e.is_full or any(e.staged.solution.policies)
-        c, costs = e.candidate, e.staged.stages
-        passes = [s.forward_s for s in costs], [s.backward_s for s in costs]
-        if cut_bound_s(*passes, e.staged.method.schedule, c.pp, c.microbatches, e.staged.sends_s) < self._best_s:
-            found = simulated(e.staged)
-            if found.seconds < self._best_s:
-                self._best = found
+        for staged in solutions:
+            e.is_full = e.is_full or any(staged.solution.policies)
+            if staged.least_s < self._best_s:
+                found = simulated(staged)
+                if found.seconds < self._best_s:
+                    self._best = found
         return e.bound_s
 
     def _refine(self, e: _Entry) -> float:

@@ -27,6 +27,7 @@ from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.loss_end import loss_end_s
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
+from autoptd.search.pipeline.lower_bounds import cut_bound_s
 from autoptd.search.pipeline.partition import Cuts
 from autoptd.search.sharding.tensors import Sharded
 
@@ -76,6 +77,12 @@ class Staged:
     @property
     def sharded(self) -> Sharded:
         return self.chunks.sharded
+
+    @property
+    def least_s(self) -> float:
+        """A lower bound on the seconds of its passes."""
+        c, passes = self.candidate, ([s.forward_s for s in self.stages], [s.backward_s for s in self.stages])
+        return cut_bound_s(*passes, self.method.schedule, c.pp, c.microbatches, self.sends_s)
 
 
 def timed(chunks: ChunkCosts, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:

@@ -21,7 +21,7 @@ from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
-from autoptd.search.pipeline.evaluate import Staged, StageSolution, simulated, timed
+from autoptd.search.pipeline.evaluate import Staged, StageSolution, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
 from autoptd.search.pipeline.lp_bound import Pipeline, relaxed_bound_s
 from autoptd.search.pipeline.partition import CutObjective, Cuts, even_cuts, least_value, smallest_cut, solve_cuts
@@ -83,21 +83,20 @@ class Stages:
     def _pools(self) -> tuple[int, ...]:
         return self.candidate.pools or (0,) * self.candidate.pp
 
-    def solve(self) -> Staged:
-        """Return the best cut. Raises DoesNotFit."""
+    def solutions(self) -> list[Staged]:
+        """Return the cuts of which one is the best; which one, a simulation tells. Raises DoesNotFit."""
         if self.fixed:
-            return self.finish(self._fixed_cuts())
+            return [self.finish(self._fixed_cuts())]
         if self.method.virtual == 1:
-            return self.finish(self._cut())
+            return [self.finish(self._cut())]
         # memory depends on all chunks of a rank together, so the first cut ignores it
         stage_costs, self.stage_costs = self.stage_costs, self._stage_costs(unlimited=True)
         cuts = self._cut()
         self.stage_costs = stage_costs
         del self.problem
+        # with several chunks per rank, even chunks may wait less than the bound assumes
         found = [staged for cut in (cuts, self._even()) if cut and (staged := self._if_it_fits(cut))]
-        if found:  # with several chunks per rank, even chunks may wait less than the bound assumes
-            return min(found, key=lambda staged: simulated(staged).seconds)
-        return self.finish(self._cut())  # assumes that all chunks of a rank need the same memory
+        return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
 
     def _even(self) -> Cuts | None:
         try:
