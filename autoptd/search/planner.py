@@ -31,7 +31,7 @@ from autoptd.search.meshes import Candidate, distance
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
-from autoptd.search.pipeline.lower_bounds import CandidateBounds
+from autoptd.search.pipeline.lower_bounds import CandidateBounds, interleaved_rounds
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter
@@ -184,11 +184,13 @@ class Planner:
             heapq.heappush(queue, (self._priority_s(self._entries[i]), 0, i))
 
     def _priority_s(self, e: _Entry) -> float:
-        """Return its bound; for interleaved schedules, whose bounds lack it, with the pipeline fill of even chunks."""
+        """Return its bound; for interleaved schedules, whose bounds have part of it, with the pipeline fill of even
+        chunks."""
         c = e.candidate
         if not row_of(c.schedule).groups or self.task.effort is None:
             return e.bound_s
-        return e.bound_s * (1 + (c.pp - 1) / (c.virtual * c.microbatches))
+        even = c.microbatches / c.pp + (c.pp - 1) / (c.pp * c.virtual)
+        return e.bound_s * even / interleaved_rounds(c.pp, c.microbatches, c.virtual)
 
     def _find_first(self, entries: Sequence[_Entry]) -> None:
         """Find a first plan early, which excludes most microbatches before their tensors are split.

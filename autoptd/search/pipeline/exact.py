@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 
 from autoptd.errors import DoesNotFit
 from autoptd.schedule import row_of
 from autoptd.search.pipeline.evaluate import Staged, simulated
-from autoptd.search.pipeline.lower_bounds import cut_bound_s, message_path_s, passed_over
+from autoptd.search.pipeline.lower_bounds import (
+    chain_s,
+    cut_bound_s,
+    interleaved_rounds,
+    message_path_s,
+    passed_over,
+)
 from autoptd.search.pipeline.partition import Cuts
 from autoptd.search.pipeline.stages import Stages
 
@@ -101,9 +108,10 @@ class _CutTree:
         busy = [m * sum(c.route.of(total, rank)) for rank in range(min(c.pp, len(total)))]
         if row_of(method.schedule).splits_backward:
             return max(m * whole / c.pp, *(x + sum(forward[:k]) + sum(sends[:k]) for k, x in enumerate(busy)))
-        found = max(m * whole / c.pp, *(x + sum(total[:k]) + 2 * sum(sends[:k]) for k, x in enumerate(busy)))
         if method.virtual > 1:
-            return found
+            chains = (sum(chain_s(each, sends, c.pp, k) for each in (forward, backward)) for k in range(c.pp))
+            return max(interleaved_rounds(c.pp, m, method.virtual) * whole, *map(add, busy, chains))
+        found = max(m * whole / c.pp, *(x + sum(total[:k]) + 2 * sum(sends[:k]) for k, x in enumerate(busy)))
         passes = zip(total, forward, backward, strict=True)
         messages = [*sends, *self.stages.least_sends_s[len(sends) :]]
         round_trip_s = whole + 2 * sum(messages)

@@ -19,18 +19,30 @@ stages before it, and its last backward precedes theirs. With messages of x_j se
     microbatch's other passes:
                          Σ_j (T_j + 2 x_j) + (m - 1) x_k     GPipe, in both directions: + 2 (m - 1) x_k (5)
     several chunks, or split backward (B and W): m Σ x over the stages whose messages take an edge       (6)
+    interleaved: before the first forward of chunk c on rank k, of the stage s = c p + k, come those of all stages
+    before it, and on this rank p forwards of each chunk before c, which are part of m T_k; likewise the last backward
+    of any chunk; d = 0 … v - 1 as well as c:
+                         m T_k + Σ_{j<s} (f_j + x_j) - p Σ_{a<c} f_{k,a} + the same of b, d                (7)
 
 For all cuts, without messages, the T_k with Σ T_k = T that equalise bound (2), or (1), over all stages minimise its
 maximum. In (2) min(f, b) is at most r T_k, where r (at most 1/2) bounds min(f, b) / T of any stage, which gives
 
     (1)    T / (1 - (1 - 1/m)^p)                (2)    T + T / Σ_k 1 / (m - 1 - r v_k)
+
+The average of (7) over c and d, with weights w_k of the ranks that add up to 1, holds each second of stage (k, c)
+
+    m w_k + Σ_{i>k} w_i / v + (1 - p w_k) (v - 1 - c) / v                                                    times.
+
+`interleaved_rounds` is the most that this can be at least for all stages: bound (7) of all cuts, per second of T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
+from operator import add
 
 from autoptd.cost_models.collectives import collective_s, sum_in_shards_s
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
@@ -61,13 +73,51 @@ def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, 
 
     `share`: upper bound on min(f, b) / T of any stage."""
     m, p = microbatches, stages
-    if virtual > 1 or row_of(schedule).splits_backward:  # parameter gradients (W) are on no path to another stage
+    if row_of(schedule).splits_backward:  # parameter gradients (W) are on no path to another stage
         return seconds * m / p
+    if virtual > 1:
+        return seconds * interleaved_rounds(p, m, virtual)
     busy = seconds / (1 - (1 - 1 / m) ** p)
     left = [m - 1 - share * passed_over(schedule, k, p, m) for k in range(p)]
     if min(left) <= 0:
         return busy
     return max(busy, seconds + seconds / sum(1 / x for x in left))
+
+
+@lru_cache(maxsize=4096)
+def interleaved_rounds(ranks: int, microbatches: int, virtual: int) -> float:
+    """Return bound (7) of all cuts into `virtual` chunks per rank, per second of a microbatch through all stages."""
+    later = (virtual - 1) / virtual
+
+    def weights(rounds: float) -> float:
+        """Return the least sum of weights that hold each second so many times."""
+        behind = 0.0
+        for _ in range(ranks):
+            weight = (rounds - behind / virtual) / microbatches
+            if ranks * weight > 1:  # the first chunk of such a rank has the fewest
+                weight = (rounds - behind / virtual - later) / (microbatches - ranks * later)
+            behind += weight
+        return behind
+
+    least, most = microbatches / ranks, microbatches / ranks + 1.0
+    for _ in range(50):
+        middle = (least + most) / 2
+        least, most = (middle, most) if weights(middle) <= 1 else (least, middle)
+    return least
+
+
+def chain_s(passes_s: Sequence[float], sends_s: Sequence[float], ranks: int, rank: int) -> float:
+    """Return the most that the first passes of one chunk add to a rank's own in bound (7), over all its chunks.
+
+    `passes_s`: forward or backward of the stages, with those of the last ones left out or not; `sends_s`: of a message
+    after each."""
+    found = own = before = 0.0
+    for stage, (seconds, send) in enumerate(zip(passes_s, sends_s, strict=True)):
+        if stage % ranks == rank:
+            found = max(found, before - ranks * own)
+            own += seconds
+        before += seconds + send * (ranks > 1)  # a rank sends itself nothing
+    return found
 
 
 def busiest_edge_s(sends_s: Sequence[float], schedule: str, ranks: int, microbatches: int) -> float:
@@ -109,9 +159,10 @@ def cut_bound_s(
     edges = busiest_edge_s(messages[:-1], schedule, ranks, m)
     if row_of(schedule).splits_backward:
         return max(edges, *(busy[k] + sum(forward_s[:k]) + sum(messages[:k]) for k in range(ranks)))
-    found = max(edges, *(busy[k] + sum(total[:k]) + 2 * sum(messages[:k]) for k in range(ranks)))
     if len(total) > ranks:
-        return found
+        chains = (sum(chain_s(each, messages, ranks, k) for each in (forward_s, backward_s)) for k in range(ranks))
+        return max(edges, *map(add, busy, chains))
+    found = max(edges, *(busy[k] + sum(total[:k]) + 2 * sum(messages[:k]) for k in range(ranks)))
     after = list(accumulate((t + 2 * x for t, x in zip(total[::-1], messages[::-1], strict=True))))[::-1]
     for k, t in enumerate(total):
         w = warm_up(schedule, k, ranks, m)

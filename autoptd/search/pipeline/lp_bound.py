@@ -24,7 +24,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoptd.schedule import row_of
-from autoptd.search.pipeline.lower_bounds import alternations, busiest_edge_s, message_path_s, passed_over
+from autoptd.search.pipeline.lower_bounds import (
+    alternations,
+    busiest_edge_s,
+    interleaved_rounds,
+    message_path_s,
+    passed_over,
+)
 from autoptd.search.solver import IntegerProgram, minimise
 
 _GROUPS = 16  # most groups of stages, with one device type
@@ -123,11 +129,14 @@ def _paths(
 ) -> list[tuple[dict[int, float], float]]:
     """Return the paths on which a stage of this group is the bottleneck: coefficients of variables, and a constant."""
     m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
-    if pipeline.virtual > 1:  # chunks before a rank's first one may be arbitrarily small
-        return [({times[at]: m * share}, 0.0), ({}, busiest_edge_s(pipeline.sends_s, pipeline.schedule, stages, m))]
+    edges: tuple[dict[int, float], float] = {}, busiest_edge_s(pipeline.sends_s, pipeline.schedule, stages, m)
     if row_of(pipeline.schedule).splits_backward:
-        busy = {times[at]: m * share, **dict.fromkeys(forwards[:at], 1.0)}
-        return [(busy, 0.0), ({}, busiest_edge_s(pipeline.sends_s, pipeline.schedule, stages, m))]
+        # chunks before a rank's first one may be arbitrarily small
+        ahead = {} if pipeline.virtual > 1 else dict.fromkeys(forwards[:at], 1.0)
+        return [({times[at]: m * share, **ahead}, 0.0), edges]
+    if pipeline.virtual > 1:
+        through = dict.fromkeys(times, interleaved_rounds(stages, m, pipeline.virtual))
+        return [({times[at]: m * share}, 0.0), (through, 0.0), edges]
     busy = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
     through = dict.fromkeys(times, 1.0)
     through[times[at]] += (m - 1) * share

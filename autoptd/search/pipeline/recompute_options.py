@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from autoptd.passes.analysis.liveness import Peak, stage_peak
 from autoptd.schedule import Alive
 
 EXACT = 100_000  # most choices per rank that are enumerated; beyond, a greedy order by bytes saved per second
+_COMPARED = 2000  # most choices per chunk that are compared with one another, to leave out those that others beat
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class RecomputeFront:
         if at == len(nbytes):
             return None
         chosen = [tuple(map(int, table[at])) for table in counts]
-        return _choice(self.chunks, _assigned(self.chunks, self._groups, chosen), self.alive, exact=self._is_exact)
+        return _choice(self.chunks, _assigned(self.chunks, self._groups, chosen), self.alive, exact=bool(self._chunks))
 
     @cached_property
     def _quickest(self) -> RecomputeChoice:
@@ -113,13 +115,17 @@ class RecomputeFront:
         return _groups(self.chunks)
 
     @cached_property
-    def _is_exact(self) -> bool:
-        return math.prod(math.comb(len(where) + len(w) - 1, len(where)) for w, where in self._groups) <= EXACT
+    def _chunks(self) -> list[ChunkChoices]:
+        """The choices of each chunk; none if there are too many to try all."""
+        found = [_choices_of(tuple(chunk)) for chunk in self.chunks]
+        possible = [choices for choices in found if choices is not None]
+        few = len(possible) == len(found) and math.prod(len(choices.seconds) for choices in possible) <= EXACT
+        return possible if few else []
 
     @cached_property
     def _points(self) -> tuple[Floats, list[Counts]]:
         """The bytes of each choice, and for each group the number of its blocks per option, [choice, option]."""
-        seconds, nbytes, counts = self._all() if self._is_exact else self._some()
+        seconds, nbytes, counts = self._all() if self._chunks else self._some()
         order = np.lexsort((nbytes, seconds))
         least = np.minimum.accumulate(nbytes[order])
         front = order[np.concatenate([[True], least[1:] < least[:-1]])]
@@ -129,18 +135,16 @@ class RecomputeFront:
         """Return the seconds and bytes of all choices, and what gives the counts of some of them."""
         alive, seconds, extra = self.alive, np.zeros(1), np.zeros(1)
         kept = [np.zeros(1) for _ in alive.rows]
-        tables = [_compositions(len(where), len(options)) for options, where in self._groups]
-        for c, chunk in enumerate(self.chunks):
-            own = [(*group, table) for group, table in zip(self._groups, tables, strict=True) if group[1][0][0] == c]
-            for options, _, table in own:
-                seconds = np.add.outer(seconds, table @ np.array([w.recompute_s for w in options])).ravel()
-            mine, above = _bytes_of_chunk(own, len(chunk))
-            kept = [np.add.outer(before, row[c] * mine).ravel() for before, row in zip(kept, alive.rows, strict=True)]
-            extra = np.maximum.outer(extra, above).ravel()
-        shape = [len(table) for table in tables]
+        for c, own in enumerate(self._chunks):
+            seconds = np.add.outer(seconds, own.seconds).ravel()
+            extra = np.maximum.outer(extra, own.extra).ravel()
+            rows = zip(kept, alive.rows, strict=True)
+            kept = [np.add.outer(before, row[c] * own.kept).ravel() for before, row in rows]
+        shape = [len(own.seconds) for own in self._chunks]
 
         def counts(some: Counts) -> list[Counts]:
-            return [table[at] for table, at in zip(tables, np.unravel_index(some, shape), strict=True)]
+            chosen = zip(self._chunks, np.unravel_index(some, shape), strict=True)
+            return [table[at] for own, at in chosen for table in own.counts]
 
         return seconds, np.rint(np.maximum.reduce(kept) / alive.parts) + extra, counts
 
@@ -156,6 +160,36 @@ class RecomputeFront:
     def _start(self) -> tuple[tuple[int, ...], ...]:
         """The counts of the quickest choice."""
         return tuple((len(where), *[0] * (len(options) - 1)) for options, where in self._groups)
+
+
+class ChunkChoices(NamedTuple):
+    """Choices for the blocks of a chunk: seconds, bytes kept of a microbatch, bytes of the peak beyond them, and the
+    number of blocks per option of each group of equal blocks, [choice, option]."""
+
+    seconds: Floats
+    kept: Floats
+    extra: Floats
+    counts: list[Counts]
+
+
+@lru_cache(maxsize=4096)
+def _choices_of(chunk: tuple[RecomputeOptions, ...]) -> ChunkChoices | None:
+    """Return the choices for a chunk that no other is as good as in every way; None if there are too many to try."""
+    groups = _groups([chunk])
+    shape = [math.comb(len(where) + len(options) - 1, len(where)) for options, where in groups]
+    if math.prod(shape) > EXACT:
+        return None
+    tables, seconds = [_compositions(len(where), len(options)) for options, where in groups], np.zeros(1)
+    for (options, _), table in zip(groups, tables, strict=True):
+        seconds = np.add.outer(seconds, table @ np.array([w.recompute_s for w in options])).ravel()
+    kept, extra = _bytes_of_chunk([(*group, table) for group, table in zip(groups, tables, strict=True)], len(chunk))
+    order = np.lexsort((extra, kept, seconds))
+    if len(order) <= _COMPARED:
+        k, x = kept[order], extra[order]
+        as_good = (k[:, None] <= k[None, :]) & (x[:, None] <= x[None, :])  # [earlier and no slower, later]
+        order = order[~np.triu(as_good, 1).any(axis=0)]
+    counts = [table[at] for table, at in zip(tables, np.unravel_index(order, shape), strict=True)]
+    return ChunkChoices(seconds[order], kept[order], extra[order], counts)
 
 
 def _bytes_of_chunk(

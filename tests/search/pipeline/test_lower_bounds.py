@@ -21,7 +21,7 @@ from autoptd.search.pipeline import exact as refine
 from autoptd.search.pipeline import lower_bounds as bounds
 from autoptd.search.pipeline import lp_bound as relax
 from autoptd.search.pipeline import stages as stages_module
-from autoptd.search.pipeline.lower_bounds import cut_bound_s, even_bound_s
+from autoptd.search.pipeline.lower_bounds import cut_bound_s, even_bound_s, interleaved_rounds
 from autoptd.search.pipeline.lp_bound import BlockOptions, Blocks, Pipeline, relaxed_bound_s
 from autoptd.search.pipeline.stages import Stages
 from autoptd.search.pipeline.windows import PartitionProblem
@@ -222,6 +222,14 @@ def test_equal_stages_meet_the_bound(ranks: int, microbatches: int) -> None:
     if microbatches >= 2 * ranks:
         run = even("zero-bubble", ranks, microbatches)
         assert run.bound_s() == pytest.approx(3.0 * microbatches + ranks - 1) == pytest.approx(run.seconds())
+
+
+def test_any_cut_of_interleaved_chunks_has_a_part_of_the_fill() -> None:
+    """About half of the fill that even chunks have, (p - 1) T / (p v), and never more."""
+    for ranks, microbatches, virtual in ((4, 4, 2), (8, 16, 2), (8, 128, 4), (16, 32, 2)):
+        fill = interleaved_rounds(ranks, microbatches, virtual) - microbatches / ranks
+        assert 0.3 < fill / ((ranks - 1) / (ranks * virtual)) < 1
+    assert interleaved_rounds(1, 5, 3) == pytest.approx(5)
 
 
 def test_messages_to_and_fro_meet_the_bound() -> None:
