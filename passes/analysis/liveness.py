@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import sympy
@@ -33,8 +34,7 @@ _ELSEWHERE = ("parameter", "prelude")  # origins of storages that are counted el
 _PASSING = ("add", "sub")  # ops that pass the incoming gradient on, unless an operand is broadcast
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """Bytes of consecutive segments for one microbatch: saved for backward (`kept`), and the peak of each pass.
 
     The peaks include what these segments save, and nothing of other segments.

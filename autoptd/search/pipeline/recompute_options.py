@@ -26,11 +26,10 @@ from autoptd.passes.analysis.liveness import Peak, stage_peak
 from autoptd.schedule import Alive
 
 EXACT = 100_000  # most choices per rank that are enumerated; beyond, a greedy order by bytes saved per second
-_COMPARED = 2000  # most choices per chunk that are compared with one another, to leave out those that others beat
+_COMPARED = 600  # most choices per chunk that are compared with one another, to leave out those that others beat
 
 
-@dataclass(frozen=True)
-class RecomputeOption:
+class RecomputeOption(NamedTuple):
     """A recompute policy for one block: the seconds that it adds to a backward pass, and its memory."""
 
     policy: str
