@@ -1,4 +1,4 @@
-"""Whether a model's code only shows a value: prints it, logs it, or checks it before it goes on."""
+"""Tell code of a model that only shows a value, which prints it, logs it, or checks it before it goes on."""
 
 from __future__ import annotations
 

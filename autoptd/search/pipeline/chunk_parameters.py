@@ -195,7 +195,7 @@ class ChunkParameters:
 
     @property
     def _held(self) -> list[list[tuple[str, Held, bool]]]:
-        """For each segment its parameters: (name, what a stage holds of it, first read here)."""
+        """The parameters of each segment: (name, what a stage holds of it, first read here)."""
         return self._memoised(f"held, ep {self.candidate.ep}", self._list_held)
 
     def _list_held(self) -> list[list[tuple[str, Held, bool]]]:
