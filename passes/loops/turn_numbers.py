@@ -93,10 +93,11 @@ def _computes(name: str) -> Any:
     plain = getattr(int, name)
 
     def computed(self: Turn, *others: Any) -> Any:
-        if any(isinstance(x, float) for x in others):
+        value = plain(int.__index__(self), *others)
+        if isinstance(value, float) or any(isinstance(x, float) for x in others):
             _check_reader(sys._getframe(1))
-        if any(not isinstance(x, int) or isinstance(x, Turn) for x in others):
-            return plain(self, *others)
+        if not isinstance(value, int) or any(isinstance(x, Turn) for x in others):
+            return value
         of = self.of
         return Turn.numbered(self.turn, lambda i: plain(of(i), *others), self.turns)  # type: ignore[attr-defined]
 

@@ -167,6 +167,7 @@ LOOPS: dict[str, Branch] = {
     "text": lambda y: torch.stack([row * {"7": 2}.get(str(i), 1) for i, row in enumerate(y)]),
     "bits": lambda y: torch.stack([row * (2 if i & 8 else 1) for i, row in enumerate(y)]),
     "square": lambda y: torch.stack([row * (2 if i**2 > 48 else 1) for i, row in enumerate(y)]),
+    "inverse": lambda y: torch.stack([row * (2 if (i + 1) ** -1 < 0.13 else 1) for i, row in enumerate(y)]),
     "rounded": lambda y: torch.stack([row * (1 + int(i / 7)) for i, row in enumerate(y)]),
     "rounded down": lambda y: torch.stack([row * (1 + math.floor(i * 0.14)) for i, row in enumerate(y)]),
     "any": lambda y: y * (2 if any(i == 7 for i in range(len(y))) else 1),

@@ -87,6 +87,8 @@ def even_bound_s(seconds: float, schedule: str, stages: int, microbatches: int, 
 @lru_cache(maxsize=4096)
 def interleaved_rounds(ranks: int, microbatches: int, virtual: int) -> float:
     """Return bound (7) of all cuts into `virtual` chunks per rank, per second of a microbatch through all stages."""
+    if microbatches % ranks:
+        return microbatches / ranks  # the schedule refuses it
     later = (virtual - 1) / virtual
 
     def weights(rounds: float) -> float:

@@ -230,6 +230,7 @@ def test_any_cut_of_interleaved_chunks_has_a_part_of_the_fill() -> None:
         fill = interleaved_rounds(ranks, microbatches, virtual) - microbatches / ranks
         assert 0.3 < fill / ((ranks - 1) / (ranks * virtual)) < 1
     assert interleaved_rounds(1, 5, 3) == pytest.approx(5)
+    assert interleaved_rounds(8, 7, 8) == 7 / 8  # not a number of microbatches for this schedule
 
 
 def test_messages_to_and_fro_meet_the_bound() -> None:
