@@ -49,12 +49,6 @@ class Turn(int):
             )
         return compare(int(self), other)
 
-    def _computed(self, compute: Callable[[int], Any], other: Any) -> Any:
-        if not isinstance(other, int) or isinstance(other, Turn):
-            return compute(int(self))
-        of = self.of
-        return Turn.numbered(self.turn, lambda i: compute(of(i)), self.turns)  # type: ignore[attr-defined]
-
     def __lt__(self, other: Any) -> bool:
         return self._compared(operator.lt, other)
 

@@ -149,16 +149,11 @@ class RecomputeFront:
 
     def _some(self) -> tuple[Floats, Floats, Callable[[Counts], list[Counts]]]:
         """Return the same of the choices in order of bytes saved per second."""
-        found = [self._start, *_greedy(self._groups, self.alive)]
+        found = list(_greedy(self._groups, self.alive))
         choices = [_choice(self.chunks, _assigned(self.chunks, self._groups, counts), self.alive) for counts in found]
         tables = [np.array(rows) for rows in zip(*found, strict=True)]
         seconds, nbytes = np.array([(c.recompute_s, c.kept + c.extra) for c in choices], dtype=float).T
         return seconds, nbytes, lambda some: [table[some] for table in tables]
-
-    @property
-    def _start(self) -> tuple[tuple[int, ...], ...]:
-        """The counts of the quickest choice."""
-        return tuple((len(where), *[0] * (len(options) - 1)) for options, where in self._groups)
 
 
 class ChunkChoices(NamedTuple):
@@ -220,7 +215,6 @@ def _bytes_of_chunk(
 def decreasing_memory(chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive) -> Iterator[RecomputeChoice]:
     """Yield the fastest choice, then switch one block at a time to an option that keeps less, by bytes per second."""
     groups = _groups(chunks)
-    yield _choice(chunks, [tuple(options[0] for options in chunk) for chunk in chunks], alive)
     for counts in _greedy(groups, alive):
         yield _choice(chunks, _assigned(chunks, groups, counts), alive, exact=False)
 
@@ -242,10 +236,12 @@ def _compositions(total: int, parts: int) -> Counts:
 
 
 def _greedy(groups: Sequence[Group], alive: Alive) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield the number of blocks per group and option; one block at a time is switched, by most bytes per second."""
+    """Yield the number of blocks per group and option: of the fastest choice, and then with one block at a time
+    switched, by the most bytes saved per second."""
     held = [max(row[where[0][0]] for row in alive.rows) for _, where in groups]
     counts = [[len(where), *[0] * (len(options) - 1)] for options, where in groups]
     while True:
+        yield tuple(map(tuple, counts))
         best: tuple[float, int, int, int] | None = None
         for g, (options, _) in enumerate(groups):
             for old, new in itertools.combinations(range(len(options)), 2):
@@ -258,7 +254,6 @@ def _greedy(groups: Sequence[Group], alive: Alive) -> Iterator[tuple[tuple[int, 
         _, g, old, new = best
         counts[g][old] -= 1
         counts[g][new] += 1
-        yield tuple(map(tuple, counts))
 
 
 def _assigned(
