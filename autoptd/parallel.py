@@ -35,7 +35,7 @@ from autoptd.runtime.loss_scaling import LossScale
 from autoptd.runtime.optimizers.groups import ParameterGroup
 from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
-from autoptd.runtime.torch_compile import check_backend, compile_blocks
+from autoptd.runtime.torch_compile import check_backend, compile_stage
 from autoptd.runtime.trainer import Trainer
 from autoptd.schedule import training_step
 from autoptd.text import printable
@@ -146,7 +146,7 @@ class Parallel:
             axes = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key, **axes) for index in held]
         for stage in stages if self._backend else ():
-            compile_blocks(stage, self._backend)
+            compile_stage(stage, self._backend)
         self._communicators = communicators
         self._resident = resident_bytes()
         self._trainer = Trainer(

@@ -184,6 +184,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases", choices=("all", "sample", "rest"), default="all", help="of the grids in tests/conftest.py"
     )
     parser.addoption("--part", default="0/1", help="with --cases rest: k/n for the k-th of n equal parts, from 0")
+    parser.addoption("--device", default="cpu", help="where parity is tested: cpu, or cuda for all ranks on one GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (device := config.getoption("--device")) != "cpu":
+        import torch
+
+        from autoptd.testing import parity
+
+        parity.DEVICE = torch.device(device)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,8 @@
-"""torch.compile for the blocks of a stage: one compilation per class of block, shared by all its layers.
+"""torch.compile for a stage: one compilation per class of block, shared by all its layers, and of what is around them.
 
-Ops that communicate or draw random numbers stay eager, so each block becomes several graphs with eager calls between
+A stage's own code is compiled in its runs of straight-line statements (`straight_line.py`), such as the embedding
+before the blocks, and after them the head and its loss: inductor pads a head whose vocabulary is no multiple of eight,
+and neither writes nor reads logits in float32. Ops that communicate or draw random numbers stay eager, so each block becomes several graphs with eager calls between
 them; collectives keep their order and dropout masks their keys. Module hooks still run (they wait for parameter
 all-gathers), and so do gradient hooks of each parameter (they reduce buckets). A smaller last microbatch causes one
 more compilation, for dynamic sizes, in the first step.
@@ -27,6 +29,7 @@ from autoptd.ops import library as ops
 from autoptd.ops.recompute import keep, recompute, spare
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import Axis
+from autoptd.runtime.straight_line import PART, split
 
 DEFAULT = "inductor"
 _ON_HOST = ("grouped_mm",)  # reads values on the host
@@ -42,8 +45,8 @@ def check_backend(backend: str) -> None:
         raise PlanError(f"unknown backend {backend!r}", where="compile", fix=f"give True, or one of {', '.join(known)}")
 
 
-def compile_blocks(stage: Stage, backend: str = DEFAULT) -> int:
-    """Compile a stage's blocks at their first call; return their number. The stage's own code stays eager."""
+def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:
+    """Compile a stage's blocks and own code at their first call; return the number of blocks."""
     blocks = blocks_of(stage)
     outside: dict[int, Axis] = {}
     for block in blocks.values():
@@ -54,6 +57,11 @@ def compile_blocks(stage: Stage, backend: str = DEFAULT) -> int:
             setattr(block, name, outside[id(axis)])
         with _PARSER_LOCK:
             block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
+    with _PARSER_LOCK:
+        forward, *parts = _compiled_parts(type(stage), backend)
+    for index, part in enumerate(parts):
+        setattr(stage, f"{PART}{index}", MethodType(part, stage))
+    stage.forward = MethodType(forward, stage)  # type: ignore[method-assign]
     return len(blocks)
 
 
@@ -70,14 +78,42 @@ def blocks_of(stage: Stage) -> dict[str, nn.Module]:
 def _compiled(block: type[nn.Module], backend: str) -> Callable[..., Any]:
     """Compile a class's forward, with the eager versions of `ops` that stay outside."""
     outside = _outside_ops()
-    tree = _DeferredKeys(frozenset(vars(outside))).visit(ast.parse(textwrap.dedent(inspect.getsource(block.forward))))
-    file, line = inspect.getsourcefile(block.forward) or "", inspect.getsourcelines(block.forward)[1]
-    code = compile(ast.increment_lineno(ast.fix_missing_locations(tree), line - 1), file, "exec")
-    names = vars(sys.modules[block.__module__]) | {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
+    tree = _DeferredKeys(frozenset(vars(outside))).visit(_tree(block))
+    names = {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
     names |= {f.__name__: torch.compiler.disable(f) for f in (keep, recompute, spare)}
-    exec(code, names)
-    made: Callable[..., Any] = torch.compile(names[block.forward.__name__], backend=backend)
+    made: Callable[..., Any] = torch.compile(_run(tree, block, names)[block.forward.__name__], backend=backend)
     return made
+
+
+@cache
+def _compiled_parts(stage: type[Stage], backend: str) -> list[Callable[..., Any]]:
+    """Return a class's forward, which calls its straight-line runs as methods, and those, compiled."""
+    outside = {f"ops.{name}" for name in vars(_outside_ops())}
+    tree = _tree(stage)
+    (forward,) = tree.body
+    assert isinstance(forward, ast.FunctionDef)
+    parts = split(forward, lambda call: ast.unparse(call.func) not in outside and not _writes(call))
+    tree.body += parts
+    names = _run(tree, stage, {})
+    return [names[forward.name], *(torch.compile(names[part.name], backend=backend) for part in parts)]
+
+
+def _writes(call: ast.Call) -> bool:
+    """Return whether a call overwrites its operands, which a graph may hold for its backward pass."""
+    return any(k.arg == "in_place" and ast.unparse(k.value) == "True" for k in call.keywords)
+
+
+def _tree(module: type[nn.Module]) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(module.forward)))
+
+
+def _run(tree: ast.Module, module: type[nn.Module], names: dict[str, Any]) -> dict[str, Any]:
+    """Run definitions that stand in the place of a class's forward; return all names of its file, some replaced."""
+    file, line = inspect.getsourcefile(module.forward) or "", inspect.getsourcelines(module.forward)[1]
+    code = compile(ast.increment_lineno(ast.fix_missing_locations(tree), line - 1), file, "exec")
+    found = vars(sys.modules[module.__module__]) | names
+    exec(code, found)
+    return found
 
 
 class _DeferredKeys(ast.NodeTransformer):

@@ -24,7 +24,7 @@ from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
 from autoptd.runtime.batch import share_of
 from autoptd.runtime.comm.interfaces import Communicators
-from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.runtime.comm.threaded import CPU, run_lockstep
 from autoptd.runtime.optimizers.groups import ParameterGroup, choose
 from autoptd.runtime.optimizers.named import Factory
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autoptd.api import Parallel
 
 Batch = Mapping[str, Any]
+DEVICE = CPU  # where both are trained by default; the tests' --device sets it
 _NOISE = 1e-13  # of the norm of all tensors: a tensor with a smaller norm is zero up to rounding
 
 
@@ -46,10 +47,12 @@ class Trained:
     diverged: tuple[str, ...] = ()  # tensors whose copies are not bit-identical on all ranks that hold one
 
 
-def train_in_lockstep(parallel: Parallel, batches: Sequence[Batch], *, timeout_s: float = 60.0) -> Trained:
+def train_in_lockstep(
+    parallel: Parallel, batches: Sequence[Batch], *, timeout_s: float = 60.0, device: torch.device | None = None
+) -> Trained:
     """Train one step per global batch on all ranks of the plan in this process. `parallel` itself is not changed.
 
-    batches: keyword tensors; dim 0 counts the samples of all dp ranks, and each rank takes consecutive ones. Raises
+    device: of all ranks; default: DEVICE. batches: keyword tensors; dim 0 counts the samples of all dp ranks, and each rank takes consecutive ones. Raises
     what a step raises, and RuntimeFault naming the rank that failed.
     """
     layout = parallel.layout
@@ -60,7 +63,7 @@ def train_in_lockstep(parallel: Parallel, batches: Sequence[Batch], *, timeout_s
         mine.start(communicators, values)
         return train(mine, batches), {name: digest(x) for name, x in mine.local_tensors().items()}
 
-    results = run_lockstep(layout.mesh, body, timeout_s=timeout_s)
+    results = run_lockstep(layout.mesh, body, timeout_s=timeout_s, device=device or DEVICE)
     first = results[0][0]
     diverged = diverged_copies(layout, [digests for _, digests in results])
     return Trained(first.losses, first.norms, first.gradients, first.state, diverged)
@@ -76,8 +79,8 @@ def train(parallel: Parallel, batches: Sequence[Batch]) -> Trained:
         assert parallel.grad_norm is not None
         norms.append(float(parallel.grad_norm))
         if step == 0:
-            gradients = parallel.gradients()
-    return Trained(tuple(losses), tuple(norms), gradients, parallel.state_dict())
+            gradients = on_host(parallel.gradients())
+    return Trained(tuple(losses), tuple(norms), gradients, on_host(parallel.state_dict()))
 
 
 def train_alone(
@@ -91,30 +94,38 @@ def train_alone(
     groups: Sequence[ParameterGroup] = (),
     clip_norm: float | None = None,
     hidden: Collection[str] = (),
+    device: torch.device | None = None,
 ) -> Trained:
     """Train a copy of the model and its loss in plain PyTorch: whole batches, one process.
 
     Keywords are those of `autoptd.parallelize`; batches hold the inputs and the targets. `hidden`: the matrices that
-    Muon updates.
+    Muon updates. `device`: default: DEVICE.
     """
+    device = device or DEVICE
     objective, _ = read_objective(loss, {}, targets)
     objective, model = objective.joined(model)
-    model = copy_with_hooks(model, {id(x): x.detach() for x in computed_tensors(model)})
+    model = copy_with_hooks(model, {id(x): x.detach() for x in computed_tensors(model)}).to(device)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stepper = choose(optimizer, optimizer_options or {}, groups, trained, hidden).build(trained)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         stepper.zero_grad()
         with eager_flex_attention():
-            value = objective.value(model, tree_map_only(Tensor, torch.clone, objective.nest.flat(batch)))
+            mine = tree_map_only(Tensor, lambda x: x.detach().to(device, copy=True), objective.nest.flat(batch))
+            value = objective.value(model, mine)
         value.backward()
         parameters = list(model.parameters())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))
         losses.append(float(value.detach()))
         if step == 0:
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            gradients = on_host({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         stepper.step()
-    return Trained(tuple(losses), tuple(norms), gradients, {n: x.detach() for n, x in model.state_dict().items()})
+    return Trained(tuple(losses), tuple(norms), gradients, on_host(model.state_dict()))
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in the host's memory, without gradients."""
+    return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
 
 
 def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

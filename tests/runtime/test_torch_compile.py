@@ -81,7 +81,7 @@ def trained(backend: Any, steps: int = 3, gather_later: bool = False) -> tuple[l
         with torch.device("meta"):
             stage = Blocks(Axis(c.tp), DropoutKey(3))
         if backend:
-            assert compiled.compile_blocks(stage, backend) == LAYERS
+            assert compiled.compile_stage(stage, backend) == LAYERS
         layout = Layout(c.mesh, 4, 2, ("x",), spec, precision="fp64", gather_later=gather_later)
         trainer = Trainer(stage, layout, c, "sgd", lr=1e-4)
         trainer.load_parameters(values)
@@ -101,7 +101,7 @@ def complaints(backend: Any = "eager") -> list[str]:
     wrong = [] if losses == pytest.approx(expected, rel=1e-12) else ["other losses"]
     wrong += [] if graphs[0] == graphs[-1] else ["compiled again after the first step"]
     wrong += [] if len(counters["frames"]) == 2 and counters["frames"]["ok"] == graphs[-1] else ["frames that failed"]
-    parts = 3  # before, between and after the all-reduce and the dropout
+    parts = 3 + 1  # before, between and after the all-reduce and the dropout; the loss
     return wrong + ([] if graphs[0] == 2 * parts else [f"{graphs[0]} frames instead of one set for each of two sizes"])
 
 

@@ -8,8 +8,9 @@ raised in the caller with its rank.
 With `in_turn` one rank computes at a time, until it waits. Otherwise all threads contend for Python's GIL at every op,
 which costs little with a few ranks and several times the work with 64.
 
-Backward passes run in the rank's own thread (autograd runs CPU nodes in the calling thread). Grad mode, saved-tensor
-hooks and default devices are per thread in torch; the default dtype and the default random generator are per process.
+Backward passes run in the rank's own thread: autograd runs CPU nodes there, and on a GPU, which all ranks then share,
+its thread per device is off. Grad mode, saved-tensor hooks and default devices are per thread in torch; the default
+dtype and the default random generators are per process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 from autoptd.errors import RuntimeFault
 from autoptd.layout.mesh import AxisName, Mesh
@@ -30,6 +32,7 @@ from autoptd.ops.group import Group, Handle, Reduction, SingleRankGroup
 from autoptd.runtime.comm.interfaces import Channel, Communicators, connect
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 Combine = Callable[[Sequence[Any]], None]  # all ranks' tensors (or tuples of them), written in place
 
 
@@ -319,9 +322,9 @@ class LockstepChannel:
 class LockstepBackend:
     """The `Backend` of one rank."""
 
-    def __init__(self, world: _World, rank: int) -> None:
+    def __init__(self, world: _World, rank: int, device: torch.device) -> None:
         self.rank = rank
-        self.device = torch.device("cpu")
+        self.device = device
         self._world = world
         self._made = self._channels = 0
 
@@ -347,9 +350,14 @@ class LockstepBackend:
 
 
 def run_lockstep(
-    mesh: Mesh, fn: Callable[[Communicators], T], *, timeout_s: float = 60.0, in_turn: bool = False
+    mesh: Mesh,
+    fn: Callable[[Communicators], T],
+    *,
+    timeout_s: float = 60.0,
+    in_turn: bool = False,
+    device: torch.device = CPU,
 ) -> list[T]:
-    """Run `fn(communicators)` on every rank of the mesh concurrently; return the results by rank.
+    """Run `fn(communicators)` on every rank of the mesh concurrently, all on one device; return the results by rank.
 
     Raises RuntimeFault that names the first rank that failed and its error, with the original as its cause. Intra-op
     parallelism is off meanwhile.
@@ -361,7 +369,8 @@ def run_lockstep(
         error: BaseException | None = None
         world.begin_turn(rank)
         try:
-            results[rank] = fn(connect(mesh, LockstepBackend(world, rank)))
+            with set_multithreading_enabled(False):
+                results[rank] = fn(connect(mesh, LockstepBackend(world, rank, device)))
         except BaseException as caught:  # noqa: BLE001  `leave` passes any error on to the caller
             error = caught
         world.leave(rank, error)

@@ -1,0 +1,104 @@
+"""Splits a function into its runs of straight-line statements, each as a function of its own that can be compiled.
+
+    def forward(self, x, counts):                   def part_0(self, x):
+        x = F.embedding(x, self.wte)                    x = F.embedding(x, self.wte)
+        for block in self.blocks:                       return (x,)
+            x = block(x)                      ──►   def forward(self, x, counts):
+        x = F.layer_norm(x, self.norm)                  (x,) = self._part_0(x)
+        return F.linear(x, self.head).sum()             for block in self.blocks: …
+                                                        return self._part_1(x)
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from torch import Tensor
+
+PART = "_part_"
+_SIMPLE = (ast.Assign, ast.Return)
+# a graph is for tensors: sizes and devices are read outside and enter it as values
+_ON_HOST = ("size", "item", "tolist", "numel", "dim", "backward")
+_UNFIT = (ast.Lambda, ast.JoinedStr, ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.NamedExpr, ast.Yield, ast.Await)
+
+
+def split(function: ast.FunctionDef, compiles: Callable[[ast.Call], bool]) -> list[ast.FunctionDef]:
+    """Move each run of statements that can be compiled into a function; return those, and change `function` to call
+    them as methods `_part_0`, …
+
+    compiles: whether a call of a function of F, torch or ops can be. Methods of tensors can. A statement that does
+    anything else, such as calling a block, or is more than an assignment or `return`, stays where it is.
+    """
+    local = {arg.arg for arg in function.args.args} | set(_names(function.body, ast.Store))
+    parts: list[ast.FunctionDef] = []
+    body: list[ast.stmt] = []
+    runs = [(fits, list(run)) for fits, run in groupby(function.body, lambda s: _fits(s, compiles))]
+    for index, (fits, run) in enumerate(runs):
+        if not fits or not any(isinstance(node, ast.Call) for statement in run for node in ast.walk(statement)):
+            body += run
+            continue
+        later = set(_names([s for _, others in runs[index + 1 :] for s in others], ast.Load))
+        given = [name for name in _read_first(run) if name in local and name != "self"]
+        kept = [name for name in dict.fromkeys(_names(run, ast.Store)) if name in later]
+        part = _function(f"part_{len(parts)}", given, run, kept)
+        call = ast.Call(ast.Attribute(_load("self"), PART + str(len(parts)), ast.Load()), [_load(n) for n in given], [])
+        body.append(ast.Return(call) if isinstance(run[-1], ast.Return) else _assigned(kept, call))
+        parts.append(part)
+    function.body = body
+    return parts
+
+
+def _fits(statement: ast.stmt, compiles: Callable[[ast.Call], bool]) -> bool:
+    if not isinstance(statement, _SIMPLE) or any(isinstance(node, _UNFIT) for node in ast.walk(statement)):
+        return False
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    sizes = any(isinstance(node, ast.Attribute) and node.attr in ("shape", "device") for node in ast.walk(statement))
+    return not sizes and all(_can(call, compiles) for call in calls)
+
+
+def _can(call: ast.Call, compiles: Callable[[ast.Call], bool]) -> bool:
+    called = call.func
+    if not isinstance(called, ast.Attribute):
+        return False
+    if isinstance(called.value, ast.Name) and called.value.id in ("F", "torch", "ops"):
+        return compiles(call)
+    return called.attr not in _ON_HOST and callable(getattr(Tensor, called.attr, None))
+
+
+def _names(statements: Sequence[ast.stmt], context: type[ast.expr_context]) -> Iterator[str]:
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, context):
+                yield node.id
+
+
+def _read_first(run: Sequence[ast.stmt]) -> list[str]:
+    """Return the names that a run reads before it assigns them, in order."""
+    assigned: set[str] = set()
+    found: dict[str, None] = {}
+    for statement in run:
+        found.update(dict.fromkeys(name for name in _names([statement], ast.Load) if name not in assigned))
+        assigned.update(_names([statement], ast.Store))
+    return list(found)
+
+
+def _function(name: str, given: Sequence[str], run: Sequence[ast.stmt], kept: Sequence[str]) -> ast.FunctionDef:
+    arguments = ast.arguments([], [ast.arg(n) for n in ("self", *given)], None, [], [], None, [])
+    body = copy.deepcopy(list(run))
+    if not isinstance(run[-1], ast.Return):
+        body.append(ast.Return(ast.Tuple([_load(n) for n in kept], ast.Load())))
+    made = ast.FunctionDef(name, arguments, body, [])
+    return ast.copy_location(made, run[0])
+
+
+def _assigned(kept: Sequence[str], call: ast.Call) -> ast.stmt:
+    if not kept:
+        return ast.Expr(call)
+    return ast.Assign([ast.Tuple([ast.Name(n, ast.Store()) for n in kept], ast.Store())], call)
+
+
+def _load(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())

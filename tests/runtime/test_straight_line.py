@@ -1,0 +1,91 @@
+"""Runs of straight-line statements: what is split off, and that the function still computes the same."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autoptd.runtime.straight_line import PART, split
+
+FORWARD = """
+def forward(self, x, labels):
+    b = x.size(0)
+    x = F.gelu(x)
+    other = torch.tanh(x) + b
+    y = x * other
+    for block in self.blocks:
+        x = block(x)
+    z = ops.outside(x)
+    x = torch.exp(z)
+    x, unused = x.chunk(2, 1)
+    labels = labels + 1
+    return (x * y[:, :2]).sum() + labels.sum()
+"""
+
+
+def compiles(call: ast.Call) -> bool:
+    return ast.unparse(call.func) != "ops.outside"
+
+
+def made(source: str, **names: Any) -> tuple[Any, list[str]]:
+    """Return an object with the split forward and its parts as methods, and the parts' sources."""
+    tree = ast.parse(textwrap.dedent(source))
+    (function,) = tree.body
+    assert isinstance(function, ast.FunctionDef)
+    parts = split(function, compiles)
+    tree.body += parts
+    found: dict[str, Any] = {"F": F, "torch": torch, **names}
+    exec(compile(ast.fix_missing_locations(tree), "split", "exec"), found)
+    this = SimpleNamespace()
+    for index in range(len(parts)):
+        setattr(this, f"{PART}{index}", lambda *args, f=found[f"part_{index}"]: f(this, *args))
+    this.forward = lambda *args: found["forward"](this, *args)
+    return this, [ast.unparse(part) for part in parts]
+
+
+def test_the_same_is_computed() -> None:
+    names: dict[str, Any] = {"ops": SimpleNamespace(outside=lambda x: x + 3)}
+    this, parts = made(FORWARD, **names)
+    this.blocks = [torch.sin, torch.cos]
+    x, labels = torch.randn(3, 4), torch.arange(3)
+    plain: dict[str, Any] = {"F": F, "torch": torch, **names}
+    exec(FORWARD, plain)
+    assert torch.equal(this.forward(x, labels), plain["forward"](this, x, labels))
+    assert len(parts) == 2
+
+
+def test_names_go_in_and_out() -> None:
+    """What a part reads first is given to it, and what is read later is returned: `other` and `unused` are not."""
+    _, (before, after) = made(FORWARD, ops=None)
+    assert before.startswith("def part_0(self, x, b):") and before.endswith("return (x, y)")
+    assert after.startswith("def part_1(self, z, labels, y):") and after.endswith("labels.sum()")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "y = self.block(x)",
+        "y = block(x)",
+        "y = x.size(0)",
+        "y = torch.arange(x.shape[0])",
+        "y = x.new_zeros(x.shape)",
+        "y = int(x.item())",
+        "y = ops.outside(x)",
+        "y = recompute(lambda: torch.sin(x))",
+        "x.add_(1)",
+        "y = ops.outside(torch.sin(x)) * 2",
+    ],
+)
+def test_other_statements_stay(statement: str) -> None:
+    _, parts = made(f"def forward(self, x):\n    {statement}\n    return x + y\n")
+    assert not parts
+
+
+def test_a_part_without_calls_stays() -> None:
+    assert not made("def forward(self, x):\n    y = x + 1\n    return y\n")[1]
