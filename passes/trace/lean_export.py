@@ -8,7 +8,8 @@ Two things take a fifth of its time and no plan reads them:
 
 On an error it prints the partial graph, thousands of lines for a large model, and logs the kind of failure; autoptd's
 own error names the cause and the user's line. It also warns of what torch itself does. It records the line that a guard
-on a size is due to, which must be the user's.
+on a size is due to, which must be the user's. Where opt_einsum is installed, torch.einsum lets it choose an order of
+three and more operands, for which it makes numbers of their sizes.
 
 No other file of autoptd uses these parts of torch.
 """
@@ -19,12 +20,14 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
+from torch import SymInt, Tensor
 from torch._subclasses import fake_tensor
+from torch.backends import opt_einsum
 from torch.export import _trace
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -40,8 +43,22 @@ def lean_export() -> Iterator[None]:
     """Wrap a call of torch.export.export whose graph is read but not run."""
     describe = "torch.fx.experimental.proxy_tensor._extract_tensor_metadata"
     whose = patch.object(ShapeEnv, "_get_user_frame", _user_frame)
-    with _use_lazy_graph_module(True), patch(describe, lambda tensor: None), whose:
+    with _use_lazy_graph_module(True), patch(describe, lambda tensor: None), whose, _einsum_orders():
         yield
+
+
+def _einsum_orders() -> AbstractContextManager[Any]:
+    """Choose the order of an einsum's operands by the sizes of the trace, without a guard."""
+    library = opt_einsum.get_opt_einsum()
+    if library is None:
+        return nullcontext()
+    choose = library.contract_path
+
+    def by_hints(equation: str, *operands: Tensor, **options: Any) -> Any:
+        shapes = [tuple(n.node.hint if isinstance(n, SymInt) else n for n in x.shape) for x in operands]
+        return choose(equation, *shapes, shapes=True, **options)
+
+    return patch.object(library, "contract_path", by_hints)
 
 
 def _user_frame(env: ShapeEnv, torchs: Callable[[ShapeEnv], FrameType | None] = ShapeEnv._get_user_frame) -> Any:
