@@ -213,7 +213,8 @@ class Parallel:
         """
         if self._loss is None or self.grad_norm is None:
             raise RuntimeFault("there is nothing to report before the first step", fix="call train_step first")
-        return self._meter.report(self._loss, self.grad_norm, self.optimizer.param_groups[0]["lr"])
+        learning_rate, device = self.optimizer.param_groups[0]["lr"], self._running.communicators.device
+        return self._meter.report(self._loss, self.grad_norm, learning_rate, device)
 
     def sampler(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> ShareSampler:
         """Return a sampler of this rank's share of each global batch, for `DataLoader(data, batch_sampler=…)`.

@@ -31,6 +31,7 @@ from autoptd.runtime.batch import (
     check_written,
     cut_batch,
     digest,
+    on_device,
     sample_count,
     stand_in,
 )
@@ -48,6 +49,7 @@ class Agreement:
         self._layout, self._comm = layout, communicators
         mesh = layout.mesh
         share = [rank for rank in range(mesh.world) if mesh.coordinates(rank)[1] == communicators.dp.rank]
+        self._compared = (len(share) > 1, mesh.world > 1)  # whether another rank takes the same samples, shared inputs
         self._weights = [_weight(ranks, communicators.rank) for ranks in (share, range(mesh.world))]
         self._samples = layout.micro * layout.microbatches
         self._fault: InputsError | None = None
@@ -74,9 +76,10 @@ class Agreement:
             return self._cut(stand_in(self._layout.specs, self._samples), microbatches)
         self._samples = sum(map(sample_count, found))
         shared = self._layout.shared
+        names = [name for name in self._layout.inputs if name not in shared], shared
         self._digests = [
-            digest([batch[name] for name in self._layout.inputs if name not in shared]),
-            digest([batch[name] for name in shared]),
+            digest([batch[name] for name in each] if compared else ())
+            for each, compared in zip(names, self._compared, strict=True)
         ]
         return found
 
@@ -102,9 +105,9 @@ class Agreement:
     def row(self) -> Tensor:
         """Return this rank's contribution to the sum over the world: [NUMBERS], float64."""
         device = self._comm.device
-        wrong = torch.tensor(self._fault is not None, dtype=torch.float64, device=device)
+        wrong = torch.full((), float(self._fault is not None), dtype=torch.float64, device=device)
         digests = zip(self._digests, self._weights, strict=True)
-        return torch.stack((wrong, *(found.to(device) * weight for found, weight in digests)))
+        return torch.stack((wrong, *(on_device(found, torch.float64, device) * weight for found, weight in digests)))
 
     def holds(self, agreed: Sequence[float]) -> bool:
         """Return whether the step may be taken; `agreed`: the rows of all ranks, summed."""

@@ -62,12 +62,16 @@ class Meter:
         """Restart the clock and the count of steps for the next report."""
         self._since, self._from = 0, time.perf_counter()
 
-    def report(self, loss: torch.Tensor, norm: torch.Tensor, learning_rate: float) -> StepReport:
+    def report(
+        self, loss: torch.Tensor, norm: torch.Tensor, learning_rate: float, device: torch.device
+    ) -> StepReport:
         """Report the steps since the last report. Synchronises with the device."""
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(device)
         value, grad_norm, now = float(loss), float(norm), time.perf_counter()
         seconds = (now - self._from) / max(1, self._since)
         self.restart()
-        on_gpu = loss.device.type == "cuda"
         return StepReport(
             step=self.step,
             loss=value,
@@ -76,7 +80,7 @@ class Meter:
             seconds=seconds,
             tokens_per_s=self._tokens / seconds,
             mfu=self._flops / (seconds * self._peak),
-            memory_bytes=torch.cuda.max_memory_allocated(loss.device) if on_gpu else 0,
+            memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
             averaged=self._averaged,
         )
 

@@ -2,7 +2,9 @@
 
 A stage's own code is compiled in its runs of straight-line statements (`straight_line.py`), such as the embedding
 before the blocks, and after them the head and its loss: inductor pads a head whose vocabulary is no multiple of eight,
-and neither writes nor reads logits in float32. Ops that communicate or draw random numbers stay eager, so each block becomes several graphs with eager calls between
+and fuses the loss with the cast of its logits to float32.
+
+Ops that communicate or draw random numbers stay eager, so each block becomes several graphs with eager calls between
 them; collectives keep their order and dropout masks their keys. Module hooks still run (they wait for parameter
 all-gathers), and so do gradient hooks of each parameter (they reduce buckets). A smaller last microbatch causes one
 more compilation, for dynamic sizes, in the first step.

@@ -25,7 +25,7 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.random import dropout_mask
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
-from autoptd.runtime.batch import Microbatch, sample_count
+from autoptd.runtime.batch import Microbatch, on_device, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement, check_evaluates
 from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
@@ -67,7 +67,7 @@ class Trainer:
         self.stages = (stages,) if isinstance(stages, Stage) else tuple(stages)
         self.layout, self.communicators = layout, communicators
         self.clip_norm = clip_norm
-        self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64 on the host
         self._dropout = self.stages[0].dropout or DropoutKey()
         self._dropout.device = communicators.device
         check_names(self.stages, layout, communicators)
@@ -115,8 +115,8 @@ class Trainer:
     def train_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Run one optimizer step over the global batch; `batch`: this dp rank's share of it (keyword tensors).
 
-        Returns the loss over the global batch, 0-dim, the same on all ranks. If any rank has a wrong batch, all ranks
-        raise InputsError and no parameter changes.
+        Returns the loss over the global batch, 0-dim on the host, the same on all ranks. If any rank has a wrong batch,
+        all ranks raise InputsError and no parameter changes.
         """
         self._check_loaded()
         microbatches = self._microbatches(batch, self.layout.microbatches, self._check)
@@ -172,7 +172,7 @@ class Trainer:
         last, dp, device = self.stages[-1], self.communicators.dp, self.communicators.device
         if not last.row_width:
             return LossTotal.of(last, device)
-        own = torch.tensor([sum(map(sample_count, microbatches))], device=device)
+        own = on_device([sum(map(sample_count, microbatches))], torch.int64, device)
         shares = dp.all_gather(own).flatten().tolist()
         return LossTotal.of(last, device, sum(shares), sum(shares[: dp.rank]))
 
@@ -193,7 +193,10 @@ class Trainer:
 
     @torch.no_grad()
     def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss over the global batch, without dropout or gradients; any number of samples per dp rank."""
+        """Return the loss over the global batch, without dropout or gradients; any number of samples per dp rank.
+
+        0-dim on the host.
+        """
         self._check_loaded()
         check_evaluates(self.layout)
         whole = self.layout.one_microbatch or self.layout.statistics == "batch"
@@ -210,9 +213,10 @@ class Trainer:
         if self.communicators.tp.rank != 0:
             loss.zero_()
         summed = self.communicators.world.all_reduce(torch.cat((loss.view(1), self._inputs.row())))
-        if not self._inputs.holds(agreed := summed[1:].tolist()):
+        whole, *agreed = summed.tolist()
+        if not self._inputs.holds(agreed):
             self._inputs.refuse(agreed)
-        return summed[0].to(self.layout.main_dtype)
+        return torch.tensor(whole, dtype=self.layout.main_dtype)
 
     def _use_running(self, evaluating: bool) -> None:
         """Let running statistics stand in for those of the batch, or not."""
@@ -224,14 +228,14 @@ class Trainer:
         """Return the maximum of `own` over dp ranks if forward passes communicate over them; else `own`."""
         if self.layout.zero < 3 and self.layout.mesh.ep == 1 and not self.layout.sums_over_dp:
             return own
-        return int(self.communicators.dp.all_reduce(torch.tensor([own], device=self.communicators.device), "max"))
+        return int(self.communicators.dp.all_reduce(on_device([own], torch.int64, self.communicators.device), "max"))
 
     def _share_starts(self, samples: int) -> int | Tensor:
         """Return the global index of this dp rank's first sample; 0 if no stage of this rank draws random numbers."""
         dp = self.communicators.dp
         if dp.size == 1 or not any(stage.draws for stage in self.stages):
             return 0
-        shares = dp.all_gather(torch.tensor([samples], device=self.communicators.device))
+        shares = dp.all_gather(on_device([samples], torch.int64, self.communicators.device))
         return shares[: dp.rank].sum()
 
     def _global_counts(self, microbatches: list[Microbatch]) -> Callable[[], tuple[Tensor, ...]]:
@@ -243,38 +247,41 @@ class Trainer:
     def _finish(self, share: Tensor, sums: BatchSums) -> Tensor:
         """Reduce loss, norm, used parameters and sums for buffers over the world; clip and step unless not finite.
 
-        Buffers are updated in steps that are skipped too, since the forward pass has run. Returns the loss.
+        Buffers are updated in steps that are skipped too, since the forward pass has run. Returns the loss. The host
+        reads the device once, when all that can be computed before is queued.
         """
         if self.finite.scale != 1:
             self._buffers.scale_gradients(torch.tensor(1 / self.finite.scale))
         device = self.communicators.device
         own_used = self._buffers.used()
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
-        flags = torch.tensor([name in own_used for name in self._trainable], dtype=torch.float64, device=device)
+        flags = on_device([name in own_used for name in self._trainable], torch.float64, device)
         norm = squared_norm(self._pieces).to(device)
         parts = (loss.view(1), norm.view(1), self._inputs.row(), flags, sums.own)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
         agreed, summed = agreed.split((len(agreed) - len(sums.own), len(sums.own)))
-        whole, _, *rest = agreed.tolist()
+        whole, square, *rest = agreed.tolist()
         self._agreed, users = rest[:NUMBERS], rest[NUMBERS:]
+        result = torch.tensor(whole, dtype=self.layout.main_dtype)
         if not self._inputs.holds(self._agreed):  # `train_step` raises
-            return agreed[0].to(self.layout.main_dtype)
+            return result
         self._used = {name for name, n in zip(self._trainable, users, strict=True) if n and not self._skipped(name)}
-        self.grad_norm = agreed[1].sqrt()
+        self.grad_norm = torch.tensor(square, dtype=torch.float64).sqrt()
         steps = self.finite.steps(whole, float(self.grad_norm))
         if not self.finite.fatal:
             sums.update_buffers(summed)
         if not steps:
-            return agreed[0].to(self.layout.main_dtype)
-        if self.clip_norm is not None:
-            self._buffers.scale_gradients((self.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0))
+            return result
+        if self.clip_norm is not None and (factor := self.clip_norm / (self.grad_norm + 1e-6)) < 1:
+            self._buffers.scale_gradients(factor)
         self.update.run(self._used)
         self._buffers.end_step()
-        return agreed[0].to(self.layout.main_dtype)
+        return result
 
     def _skipped(self, name: str) -> bool:
         """Return whether all layers that read a parameter are skipped in this step, so that it has no gradient."""
-        masks, key = self.layout.parameters[name].skipped, replace(self._dropout, device=None)
+        masks = self.layout.parameters[name].skipped
+        key = replace(self._dropout, device=None) if masks else None
         return bool(masks) and not any(dropout_mask((), p, torch.float32, k, key, None).any() for k, p in masks)
 
     # Full tensors

@@ -52,8 +52,8 @@ def train_in_lockstep(
 ) -> Trained:
     """Train one step per global batch on all ranks of the plan in this process. `parallel` itself is not changed.
 
-    device: of all ranks; default: DEVICE. batches: keyword tensors; dim 0 counts the samples of all dp ranks, and each rank takes consecutive ones. Raises
-    what a step raises, and RuntimeFault naming the rank that failed.
+    batches: keyword tensors; dim 0 counts the samples of all dp ranks, and each rank takes consecutive ones. `device`:
+    that of all ranks, default: DEVICE. Raises what a step raises, and RuntimeFault naming the rank that failed.
     """
     layout = parallel.layout
     values = parallel.initial_values()  # once, not per rank: initialisers draw from the generator of the process

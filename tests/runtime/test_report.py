@@ -9,6 +9,7 @@ from torch import nn
 import autoptd
 from autoptd.errors import RuntimeFault
 from autoptd.runtime import report
+from autoptd.runtime.comm.threaded import CPU
 from autoptd.runtime.report import Meter
 
 
@@ -21,11 +22,11 @@ def test_rates_are_means_since_the_last_report(monkeypatch: pytest.MonkeyPatch) 
     for seconds in (1.0, 3.0):
         now[0] += seconds
         meter.count()
-    first = meter.report(torch.tensor(2.5), torch.tensor(0.75), 3e-4)
+    first = meter.report(torch.tensor(2.5), torch.tensor(0.75), 3e-4, CPU)
     assert (first.step, first.seconds, first.tokens_per_s, first.mfu) == (2, 2.0, 500.0, 0.1)
     now[0] += 0.5
     meter.count()
-    second = meter.report(torch.tensor(2.5), torch.tensor(0.75), 3e-4)
+    second = meter.report(torch.tensor(2.5), torch.tensor(0.75), 3e-4, CPU)
     assert (second.step, second.seconds) == (3, 0.5)
     assert str(second) == "step      3  loss 2.5000  |g| 0.75  lr 0.0003  0.5 s  2k tokens/s  MFU 40.0%"
     assert second.to_data()["loss"] == 2.5 and second.memory_bytes == 0
