@@ -19,6 +19,7 @@ settings.load_profile("any machine")
 # Large grids and long tests: `make test` runs every n-th of their cases (0: none), `make rest` the others, pytest all.
 SAMPLED = {
     "benchmarks/test_coverage.py::test_a_head_of_each_sort_trains_in_parallel_at_parity": 3,
+    "benchmarks/test_gpu.py::test_steps_and_tokens_of_tiny_models": 0,
     "benchmarks/test_hand_tuned.py::test_no_plan_tuned_by_hand_is_predicted_faster": 5,
     "benchmarks/test_mutated.py::test_a_mutated_model_trains_as_on_one_process_or_is_refused": 3,
     "benchmarks/test_published.py::test_mixtures_of_the_sample": 4,
@@ -128,7 +129,6 @@ SAMPLED = {
     "profile/test_profile.py::test_interrupted_it_writes_nothing": 0,
     "profile/test_profile.py::test_noise_and_outliers_do_not_move_it": 0,
     "profile/test_profile.py::test_other_constants_give_other_answers": 0,
-    "profile/test_profile.py::test_single_gpu_runs_tiny_shapes_on_the_cpu": 0,
     "profile/test_profile.py::test_the_fit_finds_the_constants_that_made_the_points": 0,
     "profile/test_profile.py::test_two_processes_measure_and_the_file_plans": 0,
     "runtime/faults/test_watchdog.py::test_one_fault_of_each_kind_is_met": 0,

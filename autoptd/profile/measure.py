@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from autoptd.errors import ClusterError
 from autoptd.profile.budget import first_line, spend
 from autoptd.profile.cases import network_series, op_series
 from autoptd.profile.network import Network
@@ -25,6 +26,7 @@ from autoptd.profile.timing import Timer, timer
 from autoptd.profile.world import Place, default_processes, joined, launch, launched
 
 _OPS_SHARE = 0.6  # of the time, if there is a network to measure as well
+_MOST_CONTEXT = 4 * 2**30  # bytes; driver and kernels of one process took 0.7 GB on an H200
 _MARGIN = 0.8  # of the limit is distributed: a case may take a little longer than its share
 
 Advance = Callable[[Case, str, int], None]  # the finished case, its result, and the number of cases
@@ -157,7 +159,18 @@ def _context_bytes(device: torch.device) -> int:
         return 0
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device))
+    return alone(max(0, total - free - torch.cuda.memory_reserved(device)))
+
+
+def alone(outside: int) -> int:
+    """Return the bytes of a GPU in use outside torch's allocator. Raises ClusterError if another process has some."""
+    if outside > _MOST_CONTEXT:
+        raise ClusterError(
+            f"{outside / 2**30:.1f} GiB of this GPU are used by another process, which would slow what is measured",
+            where="profile",
+            fix="stop it, or measure on an idle GPU",
+        )
+    return outside
 
 
 def _host_bytes() -> int:

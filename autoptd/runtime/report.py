@@ -62,9 +62,7 @@ class Meter:
         """Restart the clock and the count of steps for the next report."""
         self._since, self._from = 0, time.perf_counter()
 
-    def report(
-        self, loss: torch.Tensor, norm: torch.Tensor, learning_rate: float, device: torch.device
-    ) -> StepReport:
+    def report(self, loss: torch.Tensor, norm: torch.Tensor, learning_rate: float, device: torch.device) -> StepReport:
         """Report the steps since the last report. Synchronises with the device."""
         on_gpu = device.type == "cuda"
         if on_gpu:

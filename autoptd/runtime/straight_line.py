@@ -1,12 +1,12 @@
 """Splits a function into its runs of straight-line statements, each as a function of its own that can be compiled.
 
-    def forward(self, x, counts):                   def part_0(self, x):
-        x = F.embedding(x, self.wte)                    x = F.embedding(x, self.wte)
-        for block in self.blocks:                       return (x,)
-            x = block(x)                      ──►   def forward(self, x, counts):
-        x = F.layer_norm(x, self.norm)                  (x,) = self._part_0(x)
-        return F.linear(x, self.head).sum()             for block in self.blocks: …
-                                                        return self._part_1(x)
+def forward(self, x, counts):                   def part_0(self, x):
+    x = F.embedding(x, self.wte)                    x = F.embedding(x, self.wte)
+    for block in self.blocks:                       return (x,)
+        x = block(x)                      ──►   def forward(self, x, counts):
+    x = F.layer_norm(x, self.norm)                  (x,) = self._part_0(x)
+    return F.linear(x, self.head).sum()             for block in self.blocks: …
+                                                    return self._part_1(x)
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:
         with _PARSER_LOCK:
             block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
     with _PARSER_LOCK:
-        forward, *parts = _compiled_parts(type(stage), backend)
+        forward, *parts = _compiled_parts(type(stage), backend)  # type: ignore[arg-type]
     for index, part in enumerate(parts):
         setattr(stage, f"{PART}{index}", MethodType(part, stage))
     stage.forward = MethodType(forward, stage)  # type: ignore[method-assign]

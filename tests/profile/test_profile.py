@@ -354,36 +354,10 @@ def test_the_store_of_launched_processes_listens_on_loopback_alone():
     assert not launch(2, listening)
 
 
-# --- whole steps --------------------------------------------------------------------------------------------------
+def test_a_gpu_that_others_use_is_refused():
+    from autoptd.errors import ClusterError
+    from autoptd.profile.measure import alone
 
-
-def test_single_gpu_runs_tiny_shapes_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    import torch
-
-    from benchmarks import single_gpu
-
-    out = tmp_path / "results.json"
-    words = ["--cluster", "local", "--only", "gpt2-tiny", "--modes", "eager", "--steps", "1"]
-    assert single_gpu.main([*words, "--device", "cpu", "-o", str(out)]) == 0
-    (row,) = json.loads(out.read_text("utf-8"))["results"]
-    assert row["predicted_s"] > 0
-    assert row["measured_s"] > 0
-    assert row["loss"] == pytest.approx(math.log(512), rel=0.2)  # tokens are drawn uniformly
-    assert "eager: time off by" in capsys.readouterr().out
-    if not torch.cuda.is_available():
-        assert single_gpu.main(words) == 1
-        assert "--device cpu" in capsys.readouterr().err
-
-
-def test_a_model_that_fails_is_one_line():
-    from benchmarks.single_gpu import Case, Result, line, run_all, summary
-
-    (result,) = run_all([Case("nobody", "NoModel", {}, 1, 1)], ["eager"], "local", "cpu", 1)
-    assert "KeyError" in result.problem
-    assert line(result).startswith("nobody       eager     KeyError")
-    done = Result("a", "eager", 1.1, 1.0, 90, 100)
-    assert summary([result, done]).splitlines() == [
-        "eager: time off by 10.0% (median of 1)",
-        "eager: memory off by 10.0% (median of 1)",
-        "1 of 2 did not run",
-    ]
+    assert alone(739049472) == 739049472
+    with pytest.raises(ClusterError, match="45.6 GiB of this GPU are used by another process"):
+        alone(48_981_803_008)
