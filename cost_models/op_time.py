@@ -8,8 +8,10 @@ as `k_overhead` steps. If tiles are few and K is long, K is cut too (split-K), a
     t = waves · 2 m n (K / splits + k_overhead) / (sustained flop/s of a multiprocessor · rate of the tile)
     waves = ceil(batch · ceil(M / m) · ceil(N / n) · splits / multiprocessors)
 
-The time of its bytes is a lower bound. The fastest (tile, splits) is taken, as a tuned library does. Fused attention
-(Dao 2023, FlashAttention-2) computes blocks of 128 queries; under a causal mask it skips blocks above the diagonal.
+The time of its bytes is a lower bound. The fastest (tile, splits) is taken, as a tuned library does. Operands of 16
+bits whose rows have an odd number of elements, such as logits over 50,257 words, cannot be loaded 16 bytes at a time:
+they take slow kernels (`ODD_FLOPS_PER_S`). Fused attention (Dao 2023, FlashAttention-2) computes blocks of 128
+queries; under a causal mask it skips blocks above the diagonal.
 Elements that are added up by index (`index_add`, `scatter_add`, the gradient of indexing) take an atomic operation
 each, whatever their size: a kernel takes added / `additions_per_s` at least (`memory_kernel_s`).
 
@@ -37,6 +39,9 @@ TILES = (
     (32, 64, 0.4),
 )
 SPLITS = (1, 2, 4, 8, 16)
+# 3.8e12 flops of a head's three products (16384 tokens, 768 wide, 50257 words) in bf16 took 30.8 ms on an H200 (cutlass
+# kernels of cuBLAS 13.1 for operands of any alignment), and 4.8 ms padded to 50264 words; docs/gpu.md, 2026-11-26
+ODD_FLOPS_PER_S = 1.2e14
 ATTENTION_BLOCK = 128  # queries and keys of a block of fused attention
 
 
@@ -51,7 +56,8 @@ class OpWork:
     grouped: the extent that counts the rows of each of its `batch` matrices. `place`: "experts" for ops on rows
     of experts, "ahead" for those that order rows for experts, "behind" for those that restore the order of rows behind
     experts, or add up those of a token. `added`: elements that are added up by index, and `counted` the bytes
-    that they move if another kernel's `nbytes` has them: their additions then take what is left of their time.
+    that they move if another kernel's `nbytes` has them: their additions then take what is left of their time. `odd`:
+    rows of an operand or of the result of a product have an odd number of elements.
     """
 
     kind: str
@@ -71,6 +77,7 @@ class OpWork:
     place: str = ""
     added: float = 0.0
     counted: float = 0.0
+    odd: bool = False
 
     @property
     def attends(self) -> bool:
@@ -81,6 +88,8 @@ class OpWork:
 def matmul_s(device: Device, work: OpWork) -> float:
     """Return the seconds of a (batched) matmul, without launch; if m, n or k is unknown, at the best rate."""
     rate = device.matmul_flops_per_s.of(work.dtype) * device.matmul_fraction(work.dtype)
+    if work.odd and work.dtype in ("bf16", "fp16"):
+        rate = min(rate, ODD_FLOPS_PER_S)
     bytes_s = memory_s(device, work.nbytes)
     if work.m is None or work.n is None or work.k is None or device.multiprocessors is None:
         return max(work.flops / rate, bytes_s)

@@ -1,1 +1,1 @@
-"""What can be seen on one GPU: parity of all kinds of plans, rates of kernels, time and memory of steps, tokens/s."""
+"""Measurements on one GPU: parity of all kinds of plans, rates of kernels, time and memory of steps, tokens/s."""

@@ -10,8 +10,8 @@ from benchmarks.gpu.rows import Row, table
 TITLES = {
     "parity": (
         "Plans against one process",
-        "All ranks are threads that share the GPU. In float64: the largest difference of a gradient, or of a\n"
-        "parameter after two steps, at most 1e-10. In bf16: the distance of all gradients from float64, at most\n"
+        "All ranks are threads that share the GPU. In float64: the largest difference of a gradient, or of a "
+        "parameter after two steps, at most 1e-10. In bf16: the distance of all gradients from float64, at most "
         "three times that of the plain model in bf16.",
     ),
     "profile": (
@@ -20,12 +20,12 @@ TITLES = {
     ),
     "steps": (
         "Time and memory of a step",
-        "Predicted with the constants of `autoptd profile` and measured, one process on NCCL, bf16 with AdamW and\n"
+        "Predicted with the constants of `autoptd profile` and measured, one process on NCCL, bf16 with AdamW and "
         "float32 main parameters.",
     ),
     "tokens": (
         "Against the plain model",
-        "Tokens per second in alternating steps: the emitted program, and the plain model under `torch.autocast`,\n"
+        "Tokens per second in alternating steps: the emitted program, and the plain model under `torch.autocast`, "
         "both compiled and with fused AdamW and clipping.",
     ),
 }
@@ -40,10 +40,10 @@ def page(about: Mapping[str, str], rows: Sequence[Row]) -> str:
         "",
         "    python -m benchmarks.gpu && python -m benchmarks.gpu --page docs/gpu.md",
         "",
-        *([*fill(about["note"], 100).splitlines(), ""] if about.get("note") else []),
+        *([fill(about["note"], 100), ""] if about.get("note") else []),
     ]
     for section, (title, text) in TITLES.items():
         found = [row for row in rows if row.section == section]
         if found:
-            lines += [f"## {title}", "", text, "", table(found), ""]
+            lines += [f"## {title}", "", fill(text, 100), "", table(found), ""]
     return "\n".join(lines)

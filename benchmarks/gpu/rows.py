@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """What a section found for one case. passed: None without a bar. problem: why there are no figures."""
+    """Figures of one case of a section. passed: None without a bar. problem: why there are no figures."""
 
     section: str
     name: str

@@ -148,3 +148,13 @@ def test_more_work_is_never_quicker(kind: str, dtype: str, flops: float, nbytes:
     assert op_s(DEVICE, OpWork(kind, flops, nbytes * more, dtype)) >= base
     faster = DEVICE.model_copy(update={"memory_bytes_per_s": DEVICE.memory_bytes_per_s * more})
     assert op_s(faster, OpWork(kind, flops, nbytes, dtype)) <= base
+
+
+def test_rows_of_an_odd_length_take_slow_kernels_in_16_bits() -> None:
+    """The head of GPT-2 took 30.8 ms on an H200 (docs/gpu.md); all its three products are of odd rows."""
+    device = Cluster.load("dgx-h200").device
+    head = replace(product(16384, 50257, 768), odd=True)
+    assert 3 * matmul_s(device, head) == pytest.approx(30.8e-3, rel=0.1)
+    assert matmul_s(device, head) > 5 * matmul_s(device, replace(head, odd=False))
+    wide = replace(head, dtype="fp32")
+    assert matmul_s(device, wide) == matmul_s(device, replace(wide, odd=False))

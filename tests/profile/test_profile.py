@@ -359,5 +359,5 @@ def test_a_gpu_that_others_use_is_refused():
     from autoptd.profile.measure import alone
 
     assert alone(739049472) == 739049472
-    with pytest.raises(ClusterError, match="45.6 GiB of this GPU are used by another process"):
+    with pytest.raises(ClusterError, match=r"45\.6 GiB of this GPU are used by another process"):
         alone(48_981_803_008)

@@ -61,7 +61,7 @@ def test_the_same_is_computed() -> None:
 
 
 def test_names_go_in_and_out() -> None:
-    """What a part reads first is given to it, and what is read later is returned: `other` and `unused` are not."""
+    """A part is given what it reads first, and returns what is read later, which `other` and `unused` are not."""
     _, (before, after) = made(FORWARD, ops=None)
     assert before.startswith("def part_0(self, x, b):") and before.endswith("return (x, y)")
     assert after.startswith("def part_1(self, z, labels, y):") and after.endswith("labels.sum()")

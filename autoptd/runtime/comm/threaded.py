@@ -29,11 +29,12 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from autoptd.errors import RuntimeFault
 from autoptd.layout.mesh import AxisName, Mesh
 from autoptd.ops.group import Group, Handle, Reduction, SingleRankGroup
+from autoptd.runtime.comm import combine
+from autoptd.runtime.comm.combine import Combine
 from autoptd.runtime.comm.interfaces import Channel, Communicators, connect
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-Combine = Callable[[Sequence[Any]], None]  # all ranks' tensors (or tuples of them), written in place
 
 
 class _Ended(BaseException):
@@ -167,64 +168,6 @@ def _describe(op: str, x: Tensor) -> str:
     return f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)})"
 
 
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0].clone()
-    for x in tensors[1:]:
-        total += x
-    return total
-
-
-def _max(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors)).amax(0)
-
-
-def _all_reduce(op: Reduction) -> Combine:
-    def combine(xs: Sequence[Tensor]) -> None:
-        result = _sum(xs) if op == "sum" else _max(xs)
-        for x in xs:
-            x.copy_(result)
-
-    return combine
-
-
-def _all_gather(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    parts = torch.cat([x for _, x in pairs])
-    for out, _ in pairs:
-        out.copy_(parts)
-
-
-def _reduce_scatter(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    total = _sum([x for _, x in pairs]).view(len(pairs), -1)
-    for (out, _), row in zip(pairs, total, strict=True):
-        out.copy_(row)
-
-
-def _all_to_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for i, (out, _) in enumerate(pairs):
-        for j, (_, x) in enumerate(pairs):
-            out[j].copy_(x[i])
-
-
-def _exchange(members: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-    parts = [x.split(list(send)) for _, x, send in members]
-    for i, (out, _, _) in enumerate(members):
-        torch.cat([part[i] for part in parts], out=out)
-
-
-def _shift(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for (out, _), (_, x) in zip(pairs, (pairs[-1], *pairs[:-1]), strict=True):
-        out.copy_(x)
-
-
-def _broadcast(source: int) -> Combine:
-    def combine(xs: Sequence[Tensor]) -> None:
-        for i, x in enumerate(xs):
-            if i != source:
-                x.copy_(xs[source])
-
-    return combine
-
-
 @dataclass
 class LockstepGroup:
     """A `Group` among threads. Sums are in rank order, so results are bitwise reproducible."""
@@ -247,44 +190,44 @@ class LockstepGroup:
         return _ThreadHandle(self.world, me, joined, f"{doing} number {self.count - 1} of group {self.name}")
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        self._start(f"all_reduce {op}", x, x, _all_reduce(op)).wait()
+        self._start(f"all_reduce {op}", x, x, combine.all_reduce(op)).wait()
         return x
 
     def all_reduce_later(self, x: Tensor) -> Handle:
-        return self._start("all_reduce sum", x, x, _all_reduce("sum"))
+        return self._start("all_reduce sum", x, x, combine.all_reduce("sum"))
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
-        self._start("all_gather", x, (out.flatten(), x.flatten()), _all_gather).wait()
+        self._start("all_gather", x, (out.flatten(), x.flatten()), combine.all_gather).wait()
         return out
 
     def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
-        return self._start("all_gather", x, (out, x), _all_gather)
+        return self._start("all_gather", x, (out, x), combine.all_gather)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[1:])
-        self._start("reduce_scatter", x, (out.view(-1), x.view(-1)), _reduce_scatter).wait()
+        self._start("reduce_scatter", x, (out.view(-1), x.view(-1)), combine.reduce_scatter).wait()
         return out
 
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
-        return self._start("reduce_scatter", x, (out, x), _reduce_scatter)
+        return self._start("reduce_scatter", x, (out, x), combine.reduce_scatter)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        self._start("all_to_all", x, (out, x), _all_to_all).wait()
+        self._start("all_to_all", x, (out, x), combine.all_to_all).wait()
         return out
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         assert x.is_contiguous() and x.shape[0] == sum(send)
         out = x.new_empty(sum(receive), *x.shape[1:])
-        self._start("exchange", x[:0], (out, x, send), _exchange).wait()
+        self._start("exchange", x[:0], (out, x, send), combine.exchange).wait()
         return out
 
     def shift_later(self, out: Tensor, x: Tensor) -> Handle:
-        return self._start("shift", x, (out, x), _shift)
+        return self._start("shift", x, (out, x), combine.shift)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        self._start(f"broadcast from {source}", x, x, _broadcast(source)).wait()
+        self._start(f"broadcast from {source}", x, x, combine.broadcast(source)).wait()
         return x
 
 

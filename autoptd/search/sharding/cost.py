@@ -171,7 +171,8 @@ class Prices:
         if op.keys:  # a rank's queries attend to the keys of all cp ranks
             extents[op.keys], flops = extents[op.keys] * self.cp, flops * self.cp
         m, n, k, batch = (extents[role] for role in ("m", "n", "k", "batch"))
-        return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, batch)
+        odd = self.workbook.kernels != "compiled" and (n % 2 == 1 < n or k % 2 == 1 < k)  # inductor pads
+        return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, batch, odd=odd)
 
     def _backward(self, op: OpFacts, strategy: Strategy) -> Iterator[OpWork]:
         if op.work.kind == "view" or not op.trained:

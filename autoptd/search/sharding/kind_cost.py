@@ -128,7 +128,7 @@ def _launched(work: OpWork, ranks: int) -> float:
 
 def _ideal_s(device: Device, work: OpWork) -> float:
     if work.kind == "matmul":
-        work = replace(work, m=None, n=None, k=None)
+        work = replace(work, m=None, n=None, k=None, odd=False)
     return max(0.0, op_s(device, work) - work.launches * device.launch_s)
 
 
