@@ -107,7 +107,8 @@ class Value:
     def gradient(self) -> Storage:
         """The storage of its gradient: split if the value is split, else whole (for a partial value too)."""
         split = divides(self.placement, self.info.shape)
-        return Storage(f"{GRADIENT_OF}{self.name}", self.info.shape, self.info.dtype, split)
+        limit = self.storage.max_elements  # no kernel writes the gradient of a tensor that none writes
+        return Storage(f"{GRADIENT_OF}{self.name}", self.info.shape, self.info.dtype, split, max_elements=limit)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class DataflowStep:
     ranks: bool = False  # whether the op's work is split over the tp ranks
     call: OpCall | None = field(default=None, compare=False)
     collective: str = ""
+    compiled: bool = False  # part of a compiled kernel, or called by compiled code
 
     @cached_property
     def touches_quadratic(self) -> bool:

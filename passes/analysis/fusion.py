@@ -7,7 +7,8 @@
 
 Ops share a group only if no path between them contains a product (matmul, attention). A group reads each outside tensor
 once and writes only tensors read outside it. Its backward pass reads what autograd saves, except pointwise results
-inside the group, which are recomputed instead of saved. Views count as the tensor that they are views of.
+inside the group, and in compiled kernels what a row op saves besides: these are recomputed instead of saved. Views
+count as the tensor that they are views of.
 
 The result is independent of placements: it gives positions of operands and outputs, and callers compute their bytes.
 """
@@ -18,13 +19,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+import sympy
 import torch
 from networkx.utils import UnionFind
 from torch import fx
 
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.analysis.saved_tensors import SavedForBackward, saved_tensors
-from autoptd.passes.graph import is_getitem, op_call, operands
+from autoptd.passes.graph import is_getitem, numel, op_call, operands
 
 aten = torch.ops.aten
 KERNELS = ("eager", "fused", "compiled")
@@ -54,8 +56,7 @@ class MemoryTraffic:
 
 def traffic(nodes: Iterable[fx.Node], sent: Iterable[fx.Node], kernels: str) -> dict[fx.Node, MemoryTraffic]:
     """Return the traffic of each op of a segment except views; `sent` are the tensors that other segments read."""
-    ops = [n for n in nodes if not is_getitem(n)]
-    return _Fusion(ops, set(map(base, sent)), kernels).traffic()
+    return Fusion.of(nodes, sent, kernels).traffic()
 
 
 def base(node: fx.Node) -> fx.Node:
@@ -75,7 +76,14 @@ def is_row_op(node: fx.Node) -> bool:
     return any(part in name for part in _ROW_NAMES)
 
 
-class _Fusion:
+class Fusion:
+    """The groups of a segment's ops under a choice of kernels, and what they read and write."""
+
+    @staticmethod
+    def of(nodes: Iterable[fx.Node], sent: Iterable[fx.Node], kernels: str) -> Fusion:
+        """Return the groups of a segment. sent: the tensors that other segments read."""
+        return Fusion([n for n in nodes if not is_getitem(n)], set(map(base, sent)), kernels)
+
     def __init__(self, ops: list[fx.Node], sent: set[fx.Node], kernels: str) -> None:
         if kernels not in KERNELS:
             raise ValueError(f"unknown kernels {kernels!r}; known: {', '.join(KERNELS)}")
@@ -85,6 +93,7 @@ class _Fusion:
         self.inside = set(self.ops)
         self.bases = {n: [base(o) for o in operands(n)] for n in self.ops}
         self.saved: dict[fx.Node, SavedForBackward] = {n: saved_tensors(op_call(n)) for n in self.ops}
+        self._large: dict[fx.Node, tuple[int, ...]] = {}
         self.group = self._groups()
         self.rows = {self.group[n] for n in self.ops if self.kinds[n] == "memory" and is_row_op(n)}
         self.readers: dict[fx.Node, set[fx.Node]] = {}  # tensor -> groups that read it
@@ -113,11 +122,25 @@ class _Fusion:
                     groups.union(source, node)
         return {node: groups[node] for node in self.ops}
 
+    def read_again(self) -> dict[fx.Node, tuple[int, ...]]:
+        """Return op -> the operands that its group's backward pass reads to compute intermediates again."""
+        self._begin()
+        found = {node: self._inputs_again(node, self._reads(node), self.saved[node]) for node in self.ops}
+        return {node: places for node, places in found.items() if places}
+
+    def _begin(self) -> None:
+        self.read: set[tuple[fx.Node, fx.Node]] = set()  # tensors from outside that a group has read
+        self.kept: set[tuple[fx.Node, fx.Node]] = set()  # the same for its backward pass
+
+    def _reads(self, node: fx.Node) -> list[int]:
+        """Return the operands from outside that a group meets for the first time."""
+        group, sources = self.group[node], self.bases[node]
+        return [i for i, s in enumerate(sources) if not self._inside(s, group) and self._first(self.read, node, s)]
+
     # ---- memory traffic ----
 
     def traffic(self) -> dict[fx.Node, MemoryTraffic]:
-        self.read: set[tuple[fx.Node, fx.Node]] = set()  # tensors from outside that a group has read
-        self.kept: set[tuple[fx.Node, fx.Node]] = set()  # the same for its backward pass
+        self._begin()
         launched: set[fx.Node] = set()
         found = {}
         for node in self.ops:
@@ -127,13 +150,11 @@ class _Fusion:
     def _of(self, node: fx.Node, launched: set[fx.Node]) -> MemoryTraffic:
         group, saved = self.group[node], self.saved[node]
         call = op_call(node)
-        reads = [
-            i for i, s in enumerate(self.bases[node]) if not self._inside(s, group) and self._first(self.read, node, s)
-        ]
+        reads = self._reads(node)
         gradients = [i for i in reads if call.operands[i].requires_grad]
         trained = any(t.requires_grad for t in call.outputs)
-        keeps = tuple(saved.outputs) if is_row_op(node) or self._leaves(node) else ()
-        writes = tuple(range(len(call.outputs))) if self._leaves(node) else keeps
+        keeps = tuple(saved.outputs) if is_row_op(node) or self.leaves(node) else ()
+        writes = tuple(range(len(call.outputs))) if self.leaves(node) else keeps
         first = group not in launched
         launched.add(group)
         return MemoryTraffic(
@@ -144,14 +165,12 @@ class _Fusion:
                 i
                 for i in saved.operands
                 for source in [self.bases[node][i]]
-                if self._leaves(source) and self._first(self.kept, node, source)
+                if self.leaves(source) and self._first(self.kept, node, source)
             )
             + self._inputs_again(node, reads, saved),
             kept_outputs=keeps,
-            kept_extra=tuple(range(len(saved.extra))),
-            gradients_read=tuple(i for i, t in enumerate(call.outputs) if t.requires_grad)
-            if self._leaves(node)
-            else (),
+            kept_extra=tuple(i for i in range(len(saved.extra)) if i not in self.large(node)),
+            gradients_read=tuple(i for i, t in enumerate(call.outputs) if t.requires_grad) if self.leaves(node) else (),
             gradients_written=tuple(gradients) if trained else (),
             backward_launches=int(first and trained),
             rows=group in self.rows,
@@ -168,8 +187,21 @@ class _Fusion:
     def _computes_again(self, node: fx.Node) -> bool:
         """Return whether autograd would save an intermediate of the group that is not read outside it."""
         saved = self.saved[node]
-        inner = [s for i, s in enumerate(self.bases[node]) if i in saved.operands and not self._leaves(s)]
-        return bool(inner) or bool(saved.outputs and not is_row_op(node) and not self._leaves(node))
+        if self.large(node):
+            return True
+        inner = [s for i, s in enumerate(self.bases[node]) if i in saved.operands and not self.leaves(s)]
+        return bool(inner) or bool(saved.outputs and not is_row_op(node) and not self.leaves(node))
+
+    def large(self, node: fx.Node) -> tuple[int, ...]:
+        """Return which extra tensors autograd would save that compiled kernels compute again: those as large as the
+        first operand, such as the probabilities of a cross entropy."""
+        if self.kernels != "compiled" or self.kinds[node] != "memory" or not operands(node):
+            return ()
+        if node not in self._large:
+            size = numel(op_call(node).operands[0].shape)
+            extra = enumerate(self.saved[node].extra)
+            self._large[node] = tuple(i for i, x in extra if sympy.expand(numel(x.shape) - size) == 0)
+        return self._large[node]
 
     def _first(self, seen: set[tuple[fx.Node, fx.Node]], node: fx.Node, source: fx.Node) -> bool:
         """Return whether an op's group meets a tensor for the first time; a product reads every operand itself."""
@@ -182,7 +214,7 @@ class _Fusion:
     def _inside(self, source: fx.Node, group: fx.Node) -> bool:
         return source in self.inside and self.group[source] == group
 
-    def _leaves(self, node: fx.Node) -> bool:
+    def leaves(self, node: fx.Node) -> bool:
         """Return whether a node's result is read outside its group."""
         if node not in self.inside:
             return True

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import SavedActivations, recomputed_steps, saved_in_flow
 from autoptd.passes.analysis.dataflow import GRADIENT_OF, DataflowStep, Flow, Number, Storage, Value, flow
+from autoptd.passes.analysis.flops import work
 from autoptd.passes.analysis.lifetimes import Lifetimes, LifetimeWriter, Moment, most_bytes
 from autoptd.passes.analysis.overwriting import losses_in_place
-from autoptd.passes.analysis.workspace import workspace
+from autoptd.passes.analysis.workspace import Workspace, workspace
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.opcall import Chunked, TensorInfo, target_name
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of
@@ -206,8 +207,19 @@ def _own(region: Flow) -> Sequence[tuple[list[Storage], list[Storage]]]:
 def _own_of(step: DataflowStep) -> tuple[list[Storage], list[Storage]]:
     if step.call is None or step.view:
         return [], []
+    if step.compiled and work(step.call).kind == "memory":
+        return [], []
     found = workspace(step.call)
+    if step.compiled and _is_padded(step.outputs[0].info):  # of the gradient, both products take a copy of their own
+        copy = step.outputs[0].info
+        found = Workspace((*found.forward, copy), (*found.backward, copy, copy))
     return _extra(step, found.forward), _extra(step, found.backward)
+
+
+def _is_padded(result: TensorInfo) -> bool:
+    """Return whether inductor pads a product: rows of its result have an odd number of elements of 16 bits."""
+    size = result.shape[-1] if result.ndim else 1
+    return isinstance(size, int) and size % 2 == 1 < size and result.dtype.itemsize == 2
 
 
 def _extra(step: DataflowStep, tensors: Sequence[TensorInfo]) -> list[Storage]:

@@ -115,7 +115,7 @@ class Prices:
         else:
             nbytes += sum(operands[i] for i in moves.reads)
         if op.trained:
-            nbytes += sum(extra)
+            nbytes += sum(extra[i] for i in moves.kept_extra)
         if op.work.kind == "memory":
             if nbytes:
                 kind = "rows" if moves.rows else "memory"

@@ -18,6 +18,7 @@ from autoptd.layout.placements import Split
 from autoptd.passes.analysis.activations import recomputed
 from autoptd.passes.analysis.dataflow import Flow, counts_tokens, flow
 from autoptd.passes.analysis.flops import LOOKUPS, PRODUCTS, Work, work
+from autoptd.passes.analysis.fused_flow import KernelFacts, computes_loss, fused_flow, kernel_facts
 from autoptd.passes.analysis.fusion import MemoryTraffic, traffic
 from autoptd.passes.analysis.liveness import Walk, walk_flow
 from autoptd.passes.analysis.saved_tensors import SavedForBackward, saved_tensors
@@ -190,6 +191,7 @@ class Workbook:
         self.ops: dict[fx.Node, OpFacts] = {}
         self._flows: dict[Hashable, Flow] = {}
         self._walks: dict[Hashable, Walk] = {}
+        self._kernel_facts: dict[str, KernelFacts] = {}
         for segment in folded.representatives.values():
             moves = traffic(segment.nodes, segment.sends, kernels)
             for _, node in ops_of(segment):
@@ -212,10 +214,25 @@ class Workbook:
         under = names, tuple(kinds[name].text for name in dict.fromkeys(names))
         key = under, policy, regather, in_place_loss
         if key not in self._walks:
-            if under not in self._flows:
-                self._flows[under] = flow(segments, kinds)
-            self._walks[key] = walk_flow(self._flows[under], policy, regather=regather, in_place_loss=in_place_loss)
+            region = self._flow(under, segments, kinds, in_place_loss)
+            self._walks[key] = walk_flow(region, policy, regather=regather, in_place_loss=in_place_loss)
         return self._walks[key]
+
+    def _flow(
+        self, under: Hashable, segments: Sequence[Segment], kinds: Mapping[str, KindSharding], in_place_loss: bool
+    ) -> Flow:
+        by_hand = {s.kind for s in segments if in_place_loss and computes_loss(s)}
+        key = under, bool(by_hand)
+        if key not in self._flows:
+            found = flow(segments, kinds)
+            if self.kernels != "eager":
+                for segment in segments:
+                    if segment.kind not in self._kernel_facts:
+                        self._kernel_facts[segment.kind] = kernel_facts(segment, self.kernels)
+                facts = {kind: each for kind, each in self._kernel_facts.items() if kind not in by_hand}
+                found = fused_flow(found, segments, facts, self.kernels)
+            self._flows[key] = found
+        return self._flows[key]
 
 
 def _read(node: fx.Node) -> OpFacts:

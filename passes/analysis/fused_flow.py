@@ -1,0 +1,101 @@
+"""Dataflow of segments whose memory-bound ops are fused: what stays within a kernel takes no memory.
+
+A result that only ops of its own kernel read is never written, nor is its gradient. Where autograd would save it, the
+kernel's inputs are saved instead, and the backward kernel computes it again (`fusion.py`). What products read is saved
+as it is: torch's partitioner does not compute again what the backward pass would have to write
+(`ban_recompute_materialized_backward` of torch._functorch.config). Kernels of torch.compile have no workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autoptd.ops import library as ops
+from autoptd.passes.analysis.dataflow import DataflowStep, Flow, Storage, Value
+from autoptd.passes.analysis.fusion import Fusion
+from autoptd.passes.fold import Segment
+
+_IN_REGISTERS = 1  # elements that are allocated of a tensor that no kernel writes
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """Positions in a segment's nodes: ops, and those whose results stay within a kernel.
+
+    `again`, `unread`: for some ops, the operands that the backward pass reads to compute others again, and the extra
+    tensors of autograd that it does not read.
+    """
+
+    ops: frozenset[int]
+    inner: frozenset[int]
+    again: Mapping[int, tuple[int, ...]]
+    unread: Mapping[int, tuple[int, ...]]
+
+
+def kernel_facts(segment: Segment, kernels: str) -> KernelFacts:
+    """Return the facts of a segment; equal for all segments of its kind."""
+    found, at = Fusion.of(segment.nodes, segment.sends, kernels), {n: i for i, n in enumerate(segment.nodes)}
+    return KernelFacts(
+        ops=frozenset(at[n] for n in found.ops),
+        inner=frozenset(at[n] for n in found.ops if found.kinds[n] == "memory" and not found.leaves(n)),
+        again={at[n]: places for n, places in found.read_again().items()},
+        unread={at[n]: places for n in found.ops if (places := found.large(n))},
+    )
+
+
+def fused_flow(region: Flow, segments: Sequence[Segment], facts: Mapping[str, KernelFacts], kernels: str) -> Flow:
+    """Return a flow in which tensors that stay within kernels take no memory. facts: of each kind of segment.
+
+    A loss by hand, which overwrites its logits, is not fused: leave its segment out of `facts`.
+    """
+    write = _FusedWriter(kernels == "compiled")
+    for segment in segments:
+        if (found := facts.get(segment.kind)) is not None:
+            write.read(segment, found)
+    converted = {v.storage.name for s in region.steps if s.node is None and not s.view for v in s.operands}
+    write.inner -= converted
+    return Flow(
+        tuple(map(write.value, region.received)),
+        tuple(map(write.step, region.steps)),
+        tuple(map(write.value, region.sent)),
+    )
+
+
+@dataclass
+class _FusedWriter:
+    compiled: bool
+    fused: set[fx.Node] = field(default_factory=set)
+    inner: set[str] = field(default_factory=set)  # storages of results that stay within a kernel
+    again: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)  # storages
+
+    def read(self, segment: Segment, facts: KernelFacts) -> None:
+        nodes = segment.nodes
+        self.fused |= {nodes[i] for i in facts.ops}
+        self.inner |= {nodes[i].name for i in facts.inner}
+        self.again |= {nodes[i]: places for i, places in facts.again.items()}
+        self.unread |= {f"{nodes[i].name}:{place}" for i, places in facts.unread.items() for place in places}
+
+    def value(self, x: Value) -> Value:
+        stored = self.storage(x.storage)
+        return x if stored is x.storage else replace(x, storage=stored)
+
+    def storage(self, x: Storage) -> Storage:
+        within = x.origin == "made" and x.name.partition("[")[0] in self.inner
+        return replace(x, max_elements=_IN_REGISTERS) if within else x
+
+    def step(self, x: DataflowStep) -> DataflowStep:
+        operands, outputs = tuple(map(self.value, x.operands)), tuple(map(self.value, x.outputs))
+        again = () if x.node is None else self.again.get(x.node, ())
+        saved = [*map(self.storage, x.saved), *(operands[i].storage for i in again)]
+        kept = tuple(dict.fromkeys(s for s in saved if not s.max_elements and s.name not in self.unread))
+        compiled = self.compiled and x.node in self.fused
+        return replace(x, operands=operands, outputs=outputs, saved=kept, compiled=compiled)
+
+
+def computes_loss(segment: Segment) -> bool:
+    """Return whether a segment computes a cross entropy."""
+    return any(node.target is ops.cross_entropy for node in segment.nodes)
