@@ -209,8 +209,8 @@ def _attention(row: Row) -> str:
 
 
 def _kernels(row: Row) -> str:
-    """Return the kernels of elementwise ops: compiled (or nanotron's Triton), fused by hand (Megatron) or eager."""
-    if row.torch_compile or any(name in row.framework for name in ("nanotron", "MegaScale-MoE", "HAI-LLM")):
+    """Return the kernels of elementwise ops: compiled, fused by hand (Megatron) or eager."""
+    if row.torch_compile or any(name in row.framework for name in ("MegaScale-MoE", "HAI-LLM")):
         return "compiled"
     return "fused" if row.is_megatron else "eager"
 

@@ -1,9 +1,11 @@
-"""Dataflow of segments whose memory-bound ops are fused: what stays within a kernel takes no memory.
+"""Dataflow of segments that are compiled: what stays within a fused kernel takes no memory.
 
 A result that only ops of its own kernel read is never written, nor is its gradient. Where autograd would save it, the
 kernel's inputs are saved instead, and the backward kernel computes it again (`fusion.py`). What products read is saved
 as it is: torch's partitioner does not compute again what the backward pass would have to write
-(`ban_recompute_materialized_backward` of torch._functorch.config). Kernels of torch.compile have no workspace.
+(`ban_recompute_materialized_backward` of torch._functorch.config). Fused kernels have no workspace.
+
+Kernels fused by hand (`fused`) are not taken so: published runs of Megatron-LM hold what autograd saves of every op.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ class KernelFacts:
     unread: Mapping[int, tuple[int, ...]]
 
 
-def kernel_facts(segment: Segment, kernels: str) -> KernelFacts:
+def kernel_facts(segment: Segment) -> KernelFacts:
     """Return the facts of a segment; equal for all segments of its kind."""
-    found, at = Fusion.of(segment.nodes, segment.sends, kernels), {n: i for i, n in enumerate(segment.nodes)}
+    found, at = Fusion.of(segment.nodes, segment.sends, "compiled"), {n: i for i, n in enumerate(segment.nodes)}
     return KernelFacts(
         ops=frozenset(at[n] for n in found.ops),
         inner=frozenset(at[n] for n in found.ops if found.kinds[n] == "memory" and not found.leaves(n)),
@@ -46,12 +48,12 @@ def kernel_facts(segment: Segment, kernels: str) -> KernelFacts:
     )
 
 
-def fused_flow(region: Flow, segments: Sequence[Segment], facts: Mapping[str, KernelFacts], kernels: str) -> Flow:
+def fused_flow(region: Flow, segments: Sequence[Segment], facts: Mapping[str, KernelFacts]) -> Flow:
     """Return a flow in which tensors that stay within kernels take no memory. facts: of each kind of segment.
 
     A loss by hand, which overwrites its logits, is not fused: leave its segment out of `facts`.
     """
-    write = _FusedWriter(kernels == "compiled")
+    write = _FusedWriter()
     for segment in segments:
         if (found := facts.get(segment.kind)) is not None:
             write.read(segment, found)
@@ -66,7 +68,6 @@ def fused_flow(region: Flow, segments: Sequence[Segment], facts: Mapping[str, Ke
 
 @dataclass
 class _FusedWriter:
-    compiled: bool
     fused: set[fx.Node] = field(default_factory=set)
     inner: set[str] = field(default_factory=set)  # storages of results that stay within a kernel
     again: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
@@ -92,8 +93,7 @@ class _FusedWriter:
         again = () if x.node is None else self.again.get(x.node, ())
         saved = [*map(self.storage, x.saved), *(operands[i].storage for i in again)]
         kept = tuple(dict.fromkeys(s for s in saved if not s.max_elements and s.name not in self.unread))
-        compiled = self.compiled and x.node in self.fused
-        return replace(x, operands=operands, outputs=outputs, saved=kept, compiled=compiled)
+        return replace(x, operands=operands, outputs=outputs, saved=kept, compiled=x.node in self.fused)
 
 
 def computes_loss(segment: Segment) -> bool:

@@ -225,12 +225,12 @@ class Workbook:
         key = under, bool(by_hand)
         if key not in self._flows:
             found = flow(segments, kinds)
-            if self.kernels != "eager":
+            if self.kernels == "compiled":
                 for segment in segments:
                     if segment.kind not in self._kernel_facts:
-                        self._kernel_facts[segment.kind] = kernel_facts(segment, self.kernels)
+                        self._kernel_facts[segment.kind] = kernel_facts(segment)
                 facts = {kind: each for kind, each in self._kernel_facts.items() if kind not in by_hand}
-                found = fused_flow(found, segments, facts, self.kernels)
+                found = fused_flow(found, segments, facts)
             self._flows[key] = found
         return self._flows[key]
 

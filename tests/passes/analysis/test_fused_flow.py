@@ -80,7 +80,7 @@ def test_compiled_kernels_save_less() -> None:
     source = traced("gpt2-tiny")
     plan = autoptd.plan(source, world=1, batch=2, precision="bf16", cluster="dgx-h100")
     eager, fused, compiled = (kept(source.folded, plan, source, k) for k in ("eager", "fused", "compiled"))
-    assert compiled <= fused < eager and compiled < 0.6 * eager
+    assert fused == eager and compiled < 0.6 * eager
 
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
