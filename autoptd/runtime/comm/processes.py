@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -93,9 +94,9 @@ def connect_processes(
 def start_processes(device: torch.device | None = None, timeout_s: float = 600.0) -> torch.device:
     """Start torch.distributed from the environment if necessary; return the device, by default this process's."""
     device = default_device() if device is None else device
+    if device.type == "cuda":  # also in a world that the caller started: DeviceMesh would take the one of LOCAL_RANK
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         _initialise("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))
     return device
 
@@ -103,6 +104,7 @@ def start_processes(device: torch.device | None = None, timeout_s: float = 600.0
 def _initialise(backend: str, timeout: timedelta) -> None:
     if "WORLD_SIZE" not in os.environ:  # a single process without a launcher
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        atexit.register(_end)  # else NCCL warns of it
         return
     try:
         if store_host() is None:
@@ -120,6 +122,11 @@ def _initialise(backend: str, timeout: timedelta) -> None:
             where=f"rank {os.environ.get('RANK', '?')}, connecting",
             fix="give another port: torchrun --master-port … (MASTER_PORT), or --standalone, which takes a free one",
         ) from error
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def default_device() -> torch.device:
