@@ -21,9 +21,8 @@ from autoptd.compile.traced import TracedModel, read_model
 from autoptd.cost_models.memory import D, K, N, U, formulas, in_flight
 from autoptd.explain.plan import WIDTH, headline, render
 from autoptd.explain.tables import columns
-from autoptd.passes.analysis.activations import nbytes, saved_activations, symbolic_bytes
+from autoptd.passes.analysis.activations import nbytes, symbolic_bytes
 from autoptd.passes.analysis.dataflow import RANKS
-from autoptd.passes.analysis.liveness import walk
 from autoptd.passes.blocks import find_blocks
 from autoptd.passes.fold import Segment
 from autoptd.passes.opcall import Sizes
@@ -31,6 +30,7 @@ from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress
+from autoptd.search.sharding.op_table import Workbook
 
 _MIB = 2**20
 _TOKEN_RANKS = sympy.Symbol("c", integer=True, positive=True)  # ranks of the cp axis
@@ -82,10 +82,10 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
     )
     held = {i: policy for stage in plan.stages for i, policy in plan.policies(stage).items()}
     number = _number(plan, source)
-    blocks = []
+    blocks, workbook = [], Workbook(source.folded, plan.method.kernels)
     for segments in _blocks(source):
         policy = next((held[s.index] for s in segments if s.index in held), "none")
-        blocks.append(_block(segments, sharding, policy, names, number, plan))
+        blocks.append(_block(segments, sharding, workbook, policy, names, number, plan))
     stages, schedule = plan.mesh.pp, plan.schedule
     flying = [in_flight(i, stages, schedule.microbatches, schedule.kind, schedule.virtual) for i in range(stages)]
     return {
@@ -101,14 +101,15 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
 def _block(
     segments: tuple[Segment, ...],
     sharding: Sharding,
+    workbook: Workbook,
     policy: str,
     names: Mapping[int, sympy.Expr],
     number: Sizes,
     plan: Plan,
 ) -> dict[str, Any]:
     cp, regather, in_place = plan.mesh.cp, plan.method.gathers == "again", plan.method.loss == "in_place"
-    found = saved_activations(segments, sharding.kinds, policy, regather=regather)
-    moments = walk(segments, sharding.kinds, policy, regather=regather, in_place_loss=in_place)
+    moments = workbook.walk(segments, sharding.kinds, policy, regather=regather, in_place_loss=in_place)
+    found = moments.kept
     where, _ = moments.fullest(number, sharding.ranks, cp)
     formula = symbolic_bytes(found, names)
     if cp > 1:  # a rank has the rows of its own tokens, of attention scores too

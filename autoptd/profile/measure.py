@@ -159,10 +159,10 @@ def _context_bytes(device: torch.device) -> int:
         return 0
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info(device)
-    return alone(max(0, total - free - torch.cuda.memory_reserved(device)))
+    return checked_context(max(0, total - free - torch.cuda.memory_reserved(device)))
 
 
-def alone(outside: int) -> int:
+def checked_context(outside: int) -> int:
     """Return the bytes of a GPU in use outside torch's allocator. Raises ClusterError if another process has some."""
     if outside > _MOST_CONTEXT:
         raise ClusterError(

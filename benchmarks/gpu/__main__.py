@@ -1,4 +1,4 @@
-"""Everything that one GPU can show, in about ten minutes.
+"""Everything that one GPU can show.
 
     python -m benchmarks.gpu [-o FOLDER] [--only parity,profile,…] [--device cpu]
     python -m benchmarks.gpu --page docs/gpu.md [-o FOLDER]

@@ -5,7 +5,9 @@ kernel's inputs are saved instead, and the backward kernel computes it again (`f
 as it is: torch's partitioner does not compute again what the backward pass would have to write
 (`ban_recompute_materialized_backward` of torch._functorch.config). Fused kernels have no workspace.
 
-Kernels fused by hand (`fused`) are not taken so: published runs of Megatron-LM hold what autograd saves of every op.
+Ops that compiled code calls as they are, since they draw or communicate (`runtime/torch_compile.py`), are no part of a
+kernel: they write and save what they do in eager code. Kernels fused by hand (`fused`) are not taken so: published runs
+of Megatron-LM hold what autograd saves of every op.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from torch import fx
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.dataflow import DataflowStep, Flow, Storage, Value
 from autoptd.passes.analysis.fusion import Fusion
+from autoptd.passes.analysis.saved_tensors import DROPOUT
 from autoptd.passes.fold import Segment
 
+_EAGER = DROPOUT | ops.DRAWS
 _IN_REGISTERS = 1  # elements that are allocated of a tensor that no kernel writes
 
 
@@ -57,8 +61,9 @@ def fused_flow(region: Flow, segments: Sequence[Segment], facts: Mapping[str, Ke
     for segment in segments:
         if (found := facts.get(segment.kind)) is not None:
             write.read(segment, found)
-    converted = {v.storage.name for s in region.steps if s.node is None and not s.view for v in s.operands}
-    write.inner -= converted
+    for step in region.steps:
+        if _is_outside(step):
+            write.inner -= {v.storage.name.partition("[")[0] for v in (*step.operands, *step.outputs)}
     return Flow(
         tuple(map(write.value, region.received)),
         tuple(map(write.step, region.steps)),
@@ -90,10 +95,20 @@ class _FusedWriter:
 
     def step(self, x: DataflowStep) -> DataflowStep:
         operands, outputs = tuple(map(self.value, x.operands)), tuple(map(self.value, x.outputs))
+        if _is_outside(x):
+            return replace(x, operands=operands, outputs=outputs)
         again = () if x.node is None else self.again.get(x.node, ())
         saved = [*map(self.storage, x.saved), *(operands[i].storage for i in again)]
         kept = tuple(dict.fromkeys(s for s in saved if not s.max_elements and s.name not in self.unread))
         return replace(x, operands=operands, outputs=outputs, saved=kept, compiled=x.node in self.fused)
+
+
+def _is_outside(step: DataflowStep) -> bool:
+    """Return whether a step is no part of a kernel: a conversion that communicates, a draw, or a cross entropy over a
+    vocabulary that is split over ranks."""
+    if step.node is None:
+        return not step.view
+    return step.node.target in _EAGER or (step.node.target is ops.cross_entropy and step.ranks)
 
 
 def computes_loss(segment: Segment) -> bool:

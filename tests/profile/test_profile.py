@@ -356,8 +356,8 @@ def test_the_store_of_launched_processes_listens_on_loopback_alone():
 
 def test_a_gpu_that_others_use_is_refused():
     from autoptd.errors import ClusterError
-    from autoptd.profile.measure import alone
+    from autoptd.profile.measure import checked_context
 
-    assert alone(739049472) == 739049472
+    assert checked_context(739049472) == 739049472
     with pytest.raises(ClusterError, match=r"45\.6 GiB of this GPU are used by another process"):
-        alone(48_981_803_008)
+        checked_context(48_981_803_008)

@@ -221,17 +221,16 @@ class Workbook:
     def _flow(
         self, under: Hashable, segments: Sequence[Segment], kinds: Mapping[str, KindSharding], in_place_loss: bool
     ) -> Flow:
-        by_hand = {s.kind for s in segments if in_place_loss and computes_loss(s)}
-        key = under, bool(by_hand)
+        """Return the dataflow under the kernels, cached; a loss in place is by hand, and its segment not compiled."""
+        compiled = [s for s in segments if self.kernels == "compiled" and not (in_place_loss and computes_loss(s))]
+        key = under, len(compiled)
         if key not in self._flows:
+            for segment in compiled:
+                if segment.kind not in self._kernel_facts:
+                    self._kernel_facts[segment.kind] = kernel_facts(segment)
+            facts = {segment.kind: self._kernel_facts[segment.kind] for segment in compiled}
             found = flow(segments, kinds)
-            if self.kernels == "compiled":
-                for segment in segments:
-                    if segment.kind not in self._kernel_facts:
-                        self._kernel_facts[segment.kind] = kernel_facts(segment)
-                facts = {kind: each for kind, each in self._kernel_facts.items() if kind not in by_hand}
-                found = fused_flow(found, segments, facts)
-            self._flows[key] = found
+            self._flows[key] = fused_flow(found, segments, facts) if facts else found
         return self._flows[key]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,21 @@ def test_compiled_kernels_save_less() -> None:
     plan = autoptd.plan(source, world=1, batch=2, precision="bf16", cluster="dgx-h100")
     eager, fused, compiled = (kept(source.folded, plan, source, k) for k in ("eager", "fused", "compiled"))
     assert fused == eager and compiled < 0.6 * eager
+
+
+def test_ops_that_stay_outside_write_what_they_do_in_eager_code() -> None:
+    """Dropout after each half of a block: its results and masks are saved beside what the kernels save."""
+    case = TINY["gpt2-tiny"]
+    dropped = replace(case, config={**case.config, "resid_pdrop": 0.1})
+    source = autoptd.trace(make_model(dropped), seq=case.seq, precision="bf16")
+    plan = autoptd.plan(source, world=1, batch=2, precision="bf16", cluster="dgx-h100")
+    sharding = read_sharding(source, plan)
+    segments = block_segments(source.folded)
+    walks = {k: Workbook(source.folded, k).walk(segments, sharding.kinds, "none") for k in ("eager", "compiled")}
+    masks = {k: {kept.tensor for kept in w.kept if "dropout" in kept.tensor} for k, w in walks.items()}
+    assert masks["compiled"] == masks["eager"] != set()
+    storages = [s for s in walks["compiled"].storages if s.name.startswith("dropout") and s.origin != "received"]
+    assert storages and not any(s.max_elements for s in storages)
 
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
