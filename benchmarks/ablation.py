@@ -43,7 +43,7 @@ SWITCHES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "no refinement": {"_refine": _unrefined},
     "no memory-saving splits": {"space": Planner.candidates},
     "no first plan": {"_find_first": lambda planner, entries: None},
-    "no neighbours": {"_try_neighbours": lambda planner, started: None},
+    "no bound of families": {"_bound_family": lambda planner, entry: entry.bound_s},
 }
 
 

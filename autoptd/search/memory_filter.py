@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
@@ -31,6 +31,7 @@ class MemoryFilter:
     precision: str
     optimizer: str
     headroom: float = 0.0
+    _bytes: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def promising(self, options: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates whose state may fit; if there are none, the few with the smallest state."""
@@ -40,10 +41,13 @@ class MemoryFilter:
 
     def least_bytes(self, c: Candidate) -> float:
         """Return a lower bound on the bytes of the fullest rank."""
-        return sum(
-            self._state(numel, copies.shards if c.shards else copies.ranks, c.zero, frozen=not experts).total
-            for experts, (numel, copies) in enumerate(self.parts(c))
-        ) / (c.tp * c.pp)
+        if (key := c.sharded_state) not in self._bytes:
+            states = (
+                self._state(numel, copies.shards if c.shards else copies.ranks, c.zero, frozen=not experts).total
+                for experts, (numel, copies) in enumerate(self.parts(c))
+            )
+            self._bytes[key] = sum(states) / (c.tp * c.pp)
+        return self._bytes[key]
 
     def least_world(self) -> int:
         """Return the number of devices that one copy of the state takes, rounded up to whole nodes beyond one node."""

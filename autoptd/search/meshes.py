@@ -77,9 +77,21 @@ class Candidate:
         return min(self.shards or ranks, ranks) if self.zero else 1
 
     @property
-    def plain(self) -> Candidate:
-        """This mesh with every other option at its default."""
-        return replace(self, zero=self.zero and 1, cp=1, schedule="1f1b", virtual=1, shards=0, memory_saving=False)
+    def is_plain(self) -> bool:
+        """True if every option but the mesh is at its default."""
+        options = self.cp, self.schedule, self.virtual, self.shards, self.memory_saving
+        return self.zero <= 1 and options == (1, "1f1b", 1, 0, False)
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """All but its schedule and the sharding of its state."""
+        splits = self.tp, self.cp, self.ep, self.etp, self.micro, self.memory_saving, self.recompute
+        return *splits, self.pp, self.pools
+
+    @property
+    def sharded_state(self) -> tuple[int, ...]:
+        """The numbers that the bytes of its state depend on, and the messages that shard it."""
+        return self.dp * self.cp, self.tp, self.pp, self.zero, self.shards, self.ep, self.etp
 
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
@@ -90,21 +102,6 @@ class Candidate:
         text += " memory-saving" if self.memory_saving else ""
         text += f" pools{','.join(map(str, self.pools))}" if self.pools else ""
         return text if self.schedule in ("1f1b", "interleaved") else f"{text} {self.schedule}"
-
-
-def distance(a: Candidate, b: Candidate) -> int:
-    """Return in how many dimensions two candidates differ; dp and the number of microbatches follow from the others."""
-    pairs = [
-        (a.tp, b.tp),
-        (a.pp, b.pp),
-        (a.cp, b.cp),
-        ((a.ep, a.etp), (b.ep, b.etp)),
-        (a.micro, b.micro),
-        (a.zero, b.zero),
-        (a.shards, b.shards),
-    ]
-    chunks = (a.schedule, a.virtual), (b.schedule, b.virtual)
-    return sum(x != y for x, y in (*pairs, chunks, (a.memory_saving, b.memory_saving), (a.pools, b.pools)))
 
 
 @dataclass(frozen=True)
@@ -127,6 +124,7 @@ class MeshLimits:
     virtuals: tuple[int, ...] = (1,)
     shards: tuple[int, ...] = (0,)
     pool_ranks: tuple[int, ...] = ()  # devices of each type, if there are several types
+    chunks: int | None = None  # most chunks of the model that are searched; None: as many as segments
     one_microbatch: bool = False  # per step: samples need others of their batch
 
 
@@ -166,7 +164,8 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
     for schedule in [s for s in limits.schedules if not alone or s in (limits.schedules[0], "gpipe")]:
         row = row_of(schedule)
         for virtual in (row.chunks,) if row.chunks else [v for v in limits.virtuals if v > 1]:
-            if virtual > 1 and c.pp * virtual > limits.segments:
+            most = limits.segments if row.chunks or len(limits.virtuals) == 1 else limits.chunks or limits.segments
+            if virtual > 1 and c.pp * virtual > most:
                 continue
             if row.groups and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
                 continue

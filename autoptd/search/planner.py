@@ -3,8 +3,9 @@
     candidate ──► floor: its matrix products at the device's rate
               ──► work: all work of the model on one rank, divided by the ranks
               ──► split: its tensors by the splits ILP (once per tp, cp and microbatch) ──► bound of all cuts
-              ──► contiguous: all cuts by the least seconds of each run of segments, and memory
-              ──► relaxed: the same in fractions, for ranks with several chunks and split backward passes
+              ──► family: all cuts in fractions, with the least memory of any schedule and sharding
+              ──► contiguous: all cuts by the least seconds of each run of segments, for one chunk per rank
+              ──► relaxed: all in fractions with its own memory, then with the critical paths of its schedule
               ──► measured: all cuts by the seconds of each run with the recomputation that fits
               ──► cut into stages, and simulated by the action lists that will run unless a bound excludes it
               ──► refined: all other cuts whose bound is below the best, where they are few
@@ -23,15 +24,14 @@ from dataclasses import dataclass, replace
 
 from autoptd.errors import AutoptdError
 from autoptd.progress import Progress
-from autoptd.schedule import row_of
 from autoptd.search.constraints.named import read_named
 from autoptd.search.infeasible import nothing_fits
 from autoptd.search.memory_filter import MemoryFilter
-from autoptd.search.meshes import Candidate, distance
+from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
-from autoptd.search.pipeline.lower_bounds import CandidateBounds, interleaved_rounds
+from autoptd.search.pipeline.lower_bounds import CandidateBounds
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter
@@ -40,10 +40,9 @@ from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
 from autoptd.search.task import candidate_space
 
-_CUT = 3  # steps before the relaxation and the cut, which take longer
-_SIMULATED = _CUT + 2  # steps before the simulation
+_CUT = 3  # steps before the bounds that read memory, which take longer
+_SIMULATED = _CUT + 3  # steps before the simulation
 _FIRST = 8  # candidates of each tp that are tried for a first plan
-_NEIGHBOURS = 30  # candidates that are tried in one round of `_try_neighbours`
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
 _COST_MEMORY = {"cuts", "headroom", "max_tp", "splits", "whole"}  # constraints, beside meshes, that may cost memory
 _NEVER = float("inf")
@@ -95,6 +94,7 @@ class Planner:
         self._steps: tuple[Callable[[_Entry], float], ...] = (
             self._bound_by_work,
             self._split,
+            self._bound_family,
             self._bound_contiguous,
             self._bound_relaxed,
             self._bound_measured,
@@ -103,6 +103,9 @@ class Planner:
         )
         self._entries: Sequence[_Entry] = ()
         self._sharded_state: dict[Candidate, _Entry] = {}  # the entries with ZeRO 1 over all ranks
+        self._families: dict[Hashable, list[Candidate]] = {}
+        self._family_s: dict[Hashable, float] = {}  # lower bounds on the passes of a family's candidates
+        self._whole: dict[Hashable, Sharded | AutoptdError] = {}  # the model's work on one rank
         self._best: Staged | None = None
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
         self._too_large: list[_Entry] = []  # those that do not fit
@@ -141,27 +144,25 @@ class Planner:
         except StagesDoNotFit:
             raise stages.shortfall().error() from None
 
-    # ---- the queue ----
-
     def _visit(self, options: Sequence[Candidate]) -> float:
         """Find the best plan; return a lower bound of all candidates."""
         started = time.monotonic()
         self._entries = entries = [_Entry(c, self._bounds.floor_s(c)) for c in options]
         self._sharded_state = {e.candidate: e for e in entries if e.candidate.zero == 1 and not e.candidate.shards}
+        for e in entries:
+            self._families.setdefault(e.candidate.family, []).append(e.candidate)
         self._find_first(entries)
-        if self.task.constraints.include and self.task.effort is not None:
-            self._try_neighbours(started)
-        dormant = {
-            replace(e.candidate, memory_saving=False): i for i, e in enumerate(entries) if e.candidate.memory_saving
-        }
-        queue = [(self._priority_s(e), 0, i) for i, e in enumerate(entries) if not e.candidate.memory_saving]
+        saving = ((i, e.candidate) for i, e in enumerate(entries) if e.candidate.memory_saving)
+        dormant = {replace(c, memory_saving=False): i for i, c in saving}
+        waiting = ((i, e) for i, e in enumerate(entries) if e.step < len(self._steps))
+        queue = [(e.bound_s, 0, i) for i, e in waiting if not e.candidate.memory_saving]
         for e in entries:
             self._enqueue_variant(e, dormant, queue)
         heapq.heapify(queue)
         while queue:
             priority_s, _, i = heapq.heappop(queue)
-            late = self._best is not None and time.monotonic() - started > self.task.time_limit_s
-            if late or priority_s >= self._best_s:
+            late = time.monotonic() - started > self.task.time_limit_s
+            if (late and self._best is not None) or priority_s >= self._best_s:
                 break
             e = entries[i]
             priority_s = self._advance(e)
@@ -172,6 +173,9 @@ class Planner:
                 heapq.heappush(queue, (priority_s, -e.step, i))
             else:
                 e.closed = priority_s == _NEVER
+        for e in entries:
+            if (lighter := self._lighter(e.candidate)) and self._is_dominated(e):  # no faster than that one
+                e.bound_s, e.closed = max(e.bound_s, lighter.bound_s), e.closed or lighter.closed
         variants = set(dormant.values())  # no faster than the candidates that they are variants of
         left = (e.bound_s for i, e in enumerate(entries) if not e.closed and i not in variants)
         return min([self._best_s, *left])
@@ -181,16 +185,7 @@ class Planner:
         if e.candidate in dormant and (e.is_full or (e.step >= _CUT - 1 and self.task.effort is None)):
             i = dormant.pop(e.candidate)
             self._entries[i].bound_s = max(e.split_s, self._entries[i].bound_s)
-            heapq.heappush(queue, (self._priority_s(self._entries[i]), 0, i))
-
-    def _priority_s(self, e: _Entry) -> float:
-        """Return its bound; for interleaved schedules, whose bounds have part of it, with the pipeline fill of even
-        chunks."""
-        c = e.candidate
-        if not row_of(c.schedule).groups or self.task.effort is None:
-            return e.bound_s
-        even = c.microbatches / c.pp + (c.pp - 1) / (c.pp * c.virtual)
-        return e.bound_s * even / interleaved_rounds(c.pp, c.microbatches, c.virtual)
+            heapq.heappush(queue, (self._entries[i].bound_s, 0, i))
 
     def _find_first(self, entries: Sequence[_Entry]) -> None:
         """Find a first plan early, which excludes most microbatches before their tensors are split.
@@ -200,7 +195,7 @@ class Planner:
         """
         by_tp: dict[int, list[_Entry]] = {}
         for e in entries:
-            if e.candidate == e.candidate.plain:
+            if e.candidate.is_plain:
                 by_tp.setdefault(e.candidate.tp, []).append(e)
         for _, mine in sorted(by_tp.items(), key=lambda item: (min(e.candidate.pp for e in item[1]), item[0])):
             queue, tried = [(e.bound_s, i) for i, e in enumerate(mine)], 0
@@ -214,29 +209,11 @@ class Planner:
                 if e.step < _CUT and e.bound_s < _NEVER:
                     heapq.heappush(queue, (e.bound_s, i))
 
-    def _try_neighbours(self, started: float) -> None:
-        """Improve the first plan by candidates that differ from it in one dimension, until none is better.
-
-        Wide spaces need it: their bounds exclude little until a good plan is known.
-        """
-        tried: set[int] = set()
-        while self._best is not None:
-            best = self._best
-            near = [e for e in self._entries if id(e) not in tried and distance(e.candidate, best.candidate) == 1]
-            for e in sorted(near, key=self._priority_s)[:_NEIGHBOURS]:
-                tried.add(id(e))
-                while e.step <= _SIMULATED and self._priority_s(e) < self._best_s:
-                    self._advance(e)
-                if time.monotonic() - started > self.task.time_limit_s:
-                    return
-            if self._best is best:
-                return
-
     def _advance(self, e: _Entry) -> float:
         """Take a candidate's next step; return its new place in the queue."""
         e.step += 1
         now_s = self._steps[e.step - 1](e)
-        return now_s if e.step == len(self._steps) else max(now_s, self._priority_s(e))
+        return now_s if e.step == len(self._steps) else max(now_s, e.bound_s)
 
     @property
     def _best_s(self) -> float:
@@ -249,7 +226,9 @@ class Planner:
         c = e.candidate
         if c.tp > 1 and not c.pools and len(self._entries) > 1 and not e.is_weighed:
             e.is_weighed = True
-            whole = self._solved(replace(c, tp=1, memory_saving=False))
+            if (key := (c.micro, c.cp, c.ep, c.etp)) not in self._whole:
+                self._whole[key] = self._solved(replace(c, tp=1, memory_saving=False))
+            whole = self._whole[key]
             if isinstance(whole, Sharded):
                 e.bound_s = max(e.bound_s, self._bounds.shared_out_s(c, whole))
         return e.bound_s
@@ -259,7 +238,7 @@ class Planner:
         solved = self._solved(e.candidate)
         if isinstance(solved, AutoptdError) or (e.candidate.memory_saving and self._is_fast(e.candidate, solved)):
             e.bound_s = _NEVER
-            return e.bound_s
+            return _NEVER
         e.split_s = e.bound_s = max(e.bound_s, self._bounds.bound_s(e.candidate, solved))
         return e.bound_s
 
@@ -268,21 +247,53 @@ class Planner:
         fast = self._solved(replace(c, memory_saving=False))
         return isinstance(fast, Sharded) and fast.sharding == memory_saving.sharding
 
+    def _lighter(self, c: Candidate) -> _Entry | None:
+        """Return the same candidate with its state sharded over all ranks, whose passes take no longer, in less
+        memory; None if that is itself, or none of the candidates."""
+        if c.zero > 1 or not (c.zero == 0 or c.shards):
+            return None
+        return self._sharded_state.get(replace(c, zero=1, shards=0))
+
+    def _is_dominated(self, e: _Entry) -> bool:
+        """Return whether the lighter candidate ends its steps no later either, by even shares of the parameters."""
+        c = e.candidate
+        if self.task.effort is None or (lighter := self._lighter(c)) is None:
+            return False
+        return self._bounds.end_s(lighter.candidate) <= self._bounds.end_s(c)
+
+    def _bound_family(self, e: _Entry) -> float:
+        """Bound by the relaxation with the least memory that any schedule and sharding of its mesh takes."""
+        c = e.candidate
+        if c.pp == 1 or self._method.stages == "even" or self._method.starts:
+            return e.bound_s
+        if self._is_dominated(e):
+            e.step = len(self._steps)
+            return e.bound_s
+        if c.family not in self._family_s:
+            members = self._families[c.family]
+            lightest = self._stages(replace(c, zero=max(m.zero for m in members), shards=0))
+            self._family_s[c.family] = lightest.memory_bound_s({(m.schedule, m.virtual) for m in members})
+        e.passes_s = max(e.passes_s, self._family_s[c.family])
+        return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
+
     def _bound_contiguous(self, e: _Entry) -> float:
         """Bound all cuts that respect segments, by the least seconds of each run of them."""
         e.stages = self._stages(e.candidate)
         return self._bound_cuts(e, e.stages, measured=False)
 
     def _bound_relaxed(self, e: _Entry) -> float:
-        """Bound all cuts by the linear relaxation, where the bounds of paths lack what ranks with several chunks do."""
-        stages, c = e.stages, e.candidate
+        """Bound all cuts by the linear relaxation, first without critical paths, which take longer."""
+        c, stages = e.candidate, e.stages
         assert stages is not None
-        if stages.fixed or c.pp == 1 or (c.virtual == 1 and not row_of(c.schedule).splits_backward):
+        if stages.fixed or c.pp == 1 or self._bound_by_lighter(e):
             return e.bound_s
-        if self._bound_by_lighter(e):
+        e.passes_s = max(e.passes_s, stages.memory_bound_s({(c.schedule, c.virtual)}))
+        if self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s)) >= self._best_s:
+            e.is_full = True  # perhaps
             return e.bound_s
+        passes_s, is_full, _ = stages.relaxed_bound
+        e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full
         microbatch_s = self._bounds.microbatch_s(c, stages.sharded) + 2 * sum(stages.least_sends_s)
-        e.passes_s = max(e.passes_s, passes_s := stages.relaxed_bound_s())
         return self._raise_bound(e, self._bounds.with_end_s(c, passes_s, microbatch_s))
 
     def _bound_measured(self, e: _Entry) -> float:
@@ -295,17 +306,13 @@ class Planner:
         c = e.candidate
         if stages.fixed or c.pp == 1 or self._bound_by_lighter(e):
             return e.bound_s
-        passes_s, is_full = stages.least(measured=measured)
+        passes_s, is_full, _ = stages.least(measured=measured)
         e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
 
     def _bound_by_lighter(self, e: _Entry) -> bool:
-        """Bound by the same candidate with its state sharded over all ranks, whose passes take no longer, in less
-        memory. Return whether that raised its bound: it takes this step when its turn comes again."""
-        c = e.candidate
-        if c.zero > 1 or not (c.zero == 0 or c.shards):
-            return False
-        lighter = self._sharded_state.get(replace(c, zero=1, shards=0))
+        """Return whether its lighter candidate raised its bound: it takes this step when its turn comes again."""
+        c, lighter = e.candidate, self._lighter(e.candidate)
         if lighter is None:
             return False
         before_s, e.is_full = e.bound_s, e.is_full or lighter.is_full
@@ -347,7 +354,7 @@ class Planner:
         rough = any(stage_cost.rough for stage_cost in e.stages.stage_costs)
         return _NEVER if complete and not rough else e.bound_s
 
-    # ---- candidates ----
+    # ---- candidates, their splits and stages ----
 
     def space(self) -> Sequence[Candidate]:
         """Return all candidates that are searched; where memory counts, with their memory-saving variants."""
@@ -360,8 +367,6 @@ class Planner:
         """Return every candidate that the constraints leave open, with the fastest splits."""
         return candidate_space(self.task, self._method, self.known.facts.has_attention)
 
-    # ---- splits and stages ----
-
     def _solved(self, c: Candidate) -> Sharded | AutoptdError:
         """Return its split tensors, or why they cannot be split. Raises errors that concern every candidate."""
         if self._splitter.key_of(c) not in self._splitter.sharded:
@@ -369,7 +374,7 @@ class Planner:
         return self._splitter.sharded[self._splitter.key_of(c)]
 
     def _microbatches_like(self, c: Candidate) -> Sequence[Candidate]:
-        """Return one candidate for each microbatch size, in order, whose tensors may still be worth splitting."""
+        """Return one candidate per microbatch size, in order, whose tensors may still be worth splitting."""
         found = {c.micro: c}
         for e in self._entries:
             if self._splitter.alike(c, e.candidate) and self._bound_by_work(e) < self._best_s:
@@ -380,9 +385,9 @@ class Planner:
         task, sharded = self.task, self._splitter.sharded[self._splitter.key_of(c)]
         assert isinstance(sharded, Sharded)
         chosen = {name: getattr(c, name) for name in ("cp", "ep", "etp", "schedule", "virtual", "shards")}
-        method = replace(self._method, **chosen)
         tensors = self._splitter.tensors[self._splitter.key_of(c)]
         blocks = self._blocks.setdefault((self._splitter.key_of(c), c.ep, c.etp, c.recompute), {})
+        method = replace(self._method, **chosen)
         return Stages(tensors, sharded, c, method, task.precision, task.optimizer, task.cluster, blocks)
 
     def _nothing_fits(self, considered: int) -> AutoptdError:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pulp
+from numpy.typing import NDArray
 
 from autoptd.errors import AutoptdError
 
@@ -39,6 +40,14 @@ WHOLE = 1e-7  # largest distance from a whole number at which a value counts as 
 # is then 1e-13 of the largest cost: relative differences of 1e-9, by which programs break ties, stay above it.
 COST_SCALE = 1e4
 TOLERANCE = 1e-9
+_SETTINGS: dict[str, object] = {  # of the simplex method
+    "output_flag": False,
+    "threads": 1,
+    "random_seed": 0,
+    "dual_feasibility_tolerance": TOLERANCE,
+    "primal_feasibility_tolerance": TOLERANCE,
+    "presolve": "off",
+}
 
 
 class SolverFailed(AutoptdError, RuntimeError):
@@ -163,6 +172,35 @@ def minimise(program: IntegerProgram, costs: Mapping[int, float], time_limit_s: 
     raise SolverFailed("no integer-programming solver works", where="; ".join(notes), fix="pip install highspy")
 
 
+class CuttingPlanes:
+    """The least height of the upper envelope of linear functions on a simplex, to which functions are added (Kelley
+    1960): minimise C subject to C >= each function of y, sum y = 1, y >= 0."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: of y. Raises ImportError if HiGHS is missing."""
+        self.highs, self.size = _new_highs(), size
+        _set(self.highs, _SETTINGS)
+        self.highs.addVar(-math.inf, math.inf)
+        for _ in range(size):
+            self.highs.addVar(0.0, 1.0)
+        self.highs.changeColCost(0, 1.0)
+        self.highs.addRow(1.0, 1.0, size, np.arange(1, size + 1, dtype=np.int32), np.ones(size))
+
+    def add(self, slopes: NDArray[np.float64]) -> None:
+        """Add the function slopes · y."""
+        used = np.flatnonzero(slopes)
+        columns = np.concatenate([[0], used + 1]).astype(np.int32)
+        self.highs.addRow(0.0, math.inf, len(columns), columns, np.concatenate([[1.0], -slopes[used]]))
+
+    def solve(self) -> tuple[float, NDArray[np.float64], list[float]]:
+        """Return the least height, the y of it, and the weight of each function in the average that is nowhere lower.
+
+        The weights are exact only up to the solver's tolerance: bounds come from the average itself."""
+        self.highs.run()
+        found = self.highs.getSolution()
+        return found.col_value[0], np.array(found.col_value[1:]), [max(0.0, w) for w in found.row_dual[1:]]
+
+
 def _rounded(program: IntegerProgram, values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(round(v)) if whole else float(v) for v, whole in zip(values, program.whole, strict=True))
 
@@ -203,16 +241,7 @@ def _solve_highs(program: IntegerProgram, time_limit_s: float) -> Outcome:
 
     started, scale = time.monotonic(), program.scale
     highs = _new_highs()
-    settings: dict[str, object] = {
-        "output_flag": False,
-        "threads": 1,
-        "random_seed": 0,
-        "dual_feasibility_tolerance": TOLERANCE,
-        "primal_feasibility_tolerance": TOLERANCE,
-        "time_limit": time_limit_s,
-        "presolve": "off",
-    }
-    _set(highs, settings)
+    _set(highs, {**_SETTINGS, "time_limit": time_limit_s})
     highs.passModel(program.arrays())
     if program.basis is not None:
         highs.setBasis(program.basis)
@@ -235,7 +264,7 @@ def _solve_highs(program: IntegerProgram, time_limit_s: float) -> Outcome:
         if whole:
             highs.changeColIntegrality(index, highspy.HighsVarType.kInteger)
     spent = time.monotonic() - started
-    settings = {
+    settings: dict[str, object] = {
         "mip_feasibility_tolerance": TOLERANCE,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": TOLERANCE,

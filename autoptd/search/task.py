@@ -21,6 +21,7 @@ from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, div
 from autoptd.search.sharding.strategies import rounded_on_own_tokens
 
 _TOKENS = 131072  # in the largest microbatch that is considered
+_CHUNKS = 32  # of a model of few blocks, which may be smaller than one
 _RANKS_OF_CONTEXT = 64  # largest cp that is considered
 EFFORT = 200  # default number of cuts that are simulated beyond the first of each candidate
 
@@ -100,6 +101,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         world=task.world,
         batch=task.batch,
         segments=len(task.folded.segments),
+        chunks=max(_CHUNKS, *(unit.count for unit in task.folded.units)),  # of at least one of many blocks each
         tp_sizes=tuple(sorted(tp_sizes)),
         zeros=zeros,
         recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in mesh else ("auto",),

@@ -71,8 +71,9 @@ def test_no_candidate_is_better_or_below_its_bounds(gpt: autoptd.TracedModel, in
             outlook.floor_s(c),
             outlook.bound_s(c, solved),
             outlook.with_end_s(c, stages.least(measured=False).seconds),
+            outlook.with_end_s(c, stages.memory_bound_s([(c.schedule, c.virtual)])),
             outlook.with_end_s(c, stages.least(measured=True).seconds),
-            outlook.with_end_s(c, stages.relaxed_bound_s(), solved.seconds),
+            outlook.with_end_s(c, stages.relaxed_bound.seconds, solved.seconds),
         ):
             assert bound <= staged.seconds * (1 + 1e-9)
     assert answer.visited < len(everything) < answer.considered + 1, "most are left out by their bounds"

@@ -185,6 +185,8 @@ class CandidateBounds:
     method: SearchOptions
     memory: MemoryFilter
     _floors: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
+    _sharding: dict[tuple[int, ...], float] = field(default_factory=dict)
+    _ends: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
         """Return the bound from matrix products at the device's sustained rate, for any splits."""
@@ -227,6 +229,8 @@ class CandidateBounds:
         """Return seconds per microbatch of all-gathers and reduce-scatters (ZeRO 2, 3), with the model as one stage."""
         if c.zero < 2 or c.dp * c.cp == 1 or "dp" in self.method.overlap or c.pools:
             return 0.0
+        if (key := c.sharded_state) in self._sharding:
+            return self._sharding[key]
         cluster, seconds = self.task.cluster, 0.0
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         for numel, copies in self.memory.parts(c):
@@ -234,6 +238,7 @@ class CandidateBounds:
             gather = collective_s("all_gather", compute, cluster, copies.shards, copies.stride, c.world)
             summed = sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
             seconds += (c.zero - 1) * gather + summed
+        self._sharding[key] = seconds
         return seconds
 
     def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float | None = None) -> float:
@@ -251,7 +256,16 @@ class CandidateBounds:
             return passes_s + update_s
         return max(passes_s, passes_s - (microbatch_s + self._sharding_s(c)) * (c.pp > 1) + reduce_s) + update_s
 
+    def end_s(self, c: Candidate) -> float:
+        """Return seconds of the step's end for an even share of the parameters on a rank, on the first device type."""
+        return sum(self._end_s(c))
+
     def _end_s(self, c: Candidate) -> tuple[float, float]:
+        if (key := c.sharded_state) not in self._ends:
+            self._ends[key] = self._even_end_s(c)
+        return self._ends[key]
+
+    def _even_end_s(self, c: Candidate) -> tuple[float, float]:
         """Return seconds of (reduction; optimizer step and all-gather) for an even share of the parameters on a rank;
         communication that may overlap with passes is left out."""
         task, cluster = self.task, self.task.cluster

@@ -22,26 +22,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from autoptd.schedule import row_of
-from autoptd.search.pipeline.lower_bounds import (
-    alternations,
-    busiest_edge_s,
-    interleaved_rounds,
-    message_path_s,
-    passed_over,
-)
+from autoptd.schedule import route_of
+from autoptd.search.critical_paths import PassShares, PathWeights, average_path
+from autoptd.search.pipeline.lower_bounds import busiest_edge_s
 from autoptd.search.solver import IntegerProgram, minimise
 
 _GROUPS = 16  # most groups of stages, with one device type
+_FULL = 1e-6  # distance from a limit at which it counts as reached
 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Seconds of a microbatch, bytes of state, and recompute `options`: (seconds, bytes saved for backward)."""
+    """Seconds of a microbatch, bytes of state, and recompute `options`: (seconds, bytes saved for backward).
+
+    `weight_s`: the part of `backward_s` that a schedule may split off."""
 
     forward_s: float
     backward_s: float
+    weight_s: float
     state: float
     options: tuple[tuple[float, float], ...]
 
@@ -61,31 +61,47 @@ class Pipeline:
     work); `pools`: device type; `budgets`: bytes. `sends_s`: least seconds of a message after each stage but the last.
     """
 
-    schedule: str
+    schedule: str | None  # None: any
     microbatches: int
     virtual: int
-    alive: tuple[int, ...]
+    alive: tuple[float, ...]
     pools: tuple[int, ...]
     budgets: tuple[float, ...]
     sends_s: tuple[float, ...] = ()
 
 
-def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> float:
+class LeastBound(NamedTuple):
+    """A lower bound of all cuts, infinite if none fits, and whether memory raises it, or that of its stages.
+
+    `work_s`: seconds of a microbatch on each rank, without recomputation, in the fractions that attain the bound."""
+
+    seconds: float
+    is_full: bool
+    work_s: tuple[float, ...] = ()
+
+
+def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> LeastBound:
     """Return a lower bound on the seconds of all microbatches; infinite if not even fractions fit.
 
     `by_pool`: the blocks with their costs on each device type."""
-    program = IntegerProgram()
-    groups = list(_groups(pipeline.pools))
-    blocks = by_pool[0]
+    program, blocks, sends = IntegerProgram(), by_pool[0], pipeline.sends_s
+    edges_s, route, path = 0.0, None, None
+    if pipeline.schedule is not None:
+        kind = pipeline.schedule, len(pipeline.pools)
+        edges_s = busiest_edge_s(sends, *kind, pipeline.microbatches)
+        route, path = route_of(*kind, pipeline.virtual), _path(blocks, pipeline.schedule, pipeline)
     least = program.variable(upper=math.inf)
-    times = [program.variable(upper=math.inf) for _ in groups]
-    forwards = [program.variable(upper=math.inf) for _ in groups]
     shares: list[list[list[int]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
     longest = max(len(b.segments) for b in blocks)
-    for rank, group in enumerate(groups):
+    chain: dict[int, float] = {}
+    memory: list[tuple[dict[int, float], float]] = []
+    recomputed: list[int] = []
+    work: list[tuple[range, dict[int, float]]] = []
+    for group in _groups(pipeline.pools):
         alive, budget_bytes = min(pipeline.alive[k] for k in group), pipeline.budgets[group[0]]
-        seconds, forward, held = {times[rank]: -1.0}, {forwards[rank]: -1.0}, dict[int, float]()
-        partial: list[int] = []
+        busy, own_s, held, partial = dict[int, float](), dict[int, float](), dict[int, float](), list[int]()
+        work.append((group, own_s))
+        stages = [stage for rank in group for stage in route.stages_of(rank)] if route else []
         for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
             for i, part in enumerate((same.whole, *same.segments)):
                 for recompute_s, kept in part.options:
@@ -94,25 +110,47 @@ def relaxed_bound_s(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> 
                         share.append(some)
                     if i:
                         partial.append(some)
-                    seconds[some] = part.forward_s + part.backward_s + recompute_s
-                    forward[some] = part.forward_s
+                    if recompute_s:
+                        recomputed.append(some)
+                    passes = part.forward_s, part.backward_s + recompute_s, part.weight_s
+                    own_s[some] = part.forward_s + part.backward_s
+                    busy[some] = pipeline.microbatches / len(group) * (passes[0] + passes[1])
+                    if path is not None:
+                        chain[some] = float(path.seconds(*passes)[stages].min())
                     held[some] = (part.state + alive / pipeline.virtual * kept) / max(1.0, budget_bytes)
-        program.demand(1, seconds, 0, 0)
-        program.demand(2, forward, 0, 0)
+        program.demand(1, {least: 1.0, **{some: -seconds for some, seconds in busy.items()}}, 0.0)
         if partial:
             program.demand(3, dict.fromkeys(partial, 1.0), high=2.0 * (longest - 1) * pipeline.virtual * len(group))
         if math.isfinite(budget_bytes):
-            program.demand(4, held, high=len(group) * budget_bytes / max(1.0, budget_bytes))
+            memory.append((held, len(group) * budget_bytes / max(1.0, budget_bytes)))
+            program.demand(4, held, high=memory[-1][1])
     for same, own in zip(blocks, shares, strict=True):
         for share in own:
             program.demand(5, dict.fromkeys(share, 1.0), same.count, same.count)
-    for rank, group in enumerate(groups):
-        for path, constant in _paths(rank, group, times, forwards, pipeline):
-            program.demand(6, {least: 1.0, **{v: -c for v, c in path.items()}}, constant)
+    if path is not None:
+        program.demand(2, {least: 1.0, **{some: -seconds for some, seconds in chain.items()}}, path.sends_s(sends))
     outcome = minimise(program, {least: 1.0})
     if outcome.status == "infeasible":
-        return math.inf
-    return outcome.bound if outcome.values else 0.0
+        return LeastBound(math.inf, True)
+    if not outcome.values:
+        return LeastBound(edges_s, True)
+    values = outcome.values
+    full = any(sum(n * values[v] for v, n in held.items()) > limit - _FULL for held, limit in memory)
+    each = [(sum(n * values[v] for v, n in own_s.items()) / len(group), len(group)) for group, own_s in work]
+    work_s = tuple(seconds for seconds, ranks in each for _ in range(ranks))
+    return LeastBound(max(outcome.bound, edges_s), full or any(values[v] > _FULL for v in recomputed), work_s)
+
+
+def _path(blocks: Sequence[Blocks], schedule: str, pipeline: Pipeline) -> PathWeights:
+    """Return the average of chains that is best for stages without recomputation."""
+    ranks, virtual = len(pipeline.pools), pipeline.virtual
+    send_s = sum(pipeline.sends_s) / max(1, len(pipeline.sends_s)) * ranks * virtual
+    forward_s, backward_s, weight_s = (
+        sum(same.count * getattr(same.whole, name) for same in blocks)
+        for name in ("forward_s", "backward_s", "weight_s")
+    )
+    shares = PassShares.of(forward_s, backward_s, weight_s, send_s)
+    return average_path(schedule, ranks, pipeline.microbatches, virtual, shares)
 
 
 def _groups(pools: Sequence[int]) -> Iterator[range]:
@@ -122,30 +160,3 @@ def _groups(pools: Sequence[int]) -> Iterator[range]:
         if k == len(pools) or k - start == size or pools[k] != pools[start]:
             yield range(start, k)
             start = k
-
-
-def _paths(
-    at: int, group: range, times: Sequence[int], forwards: Sequence[int], pipeline: Pipeline
-) -> list[tuple[dict[int, float], float]]:
-    """Return the paths on which a stage of this group is the bottleneck: coefficients of variables, and a constant."""
-    m, stages, share = pipeline.microbatches, len(pipeline.alive), 1 / len(group)
-    edges: tuple[dict[int, float], float] = {}, busiest_edge_s(pipeline.sends_s, pipeline.schedule, stages, m)
-    if row_of(pipeline.schedule).splits_backward:
-        # chunks before a rank's first one may be arbitrarily small
-        ahead = {} if pipeline.virtual > 1 else dict.fromkeys(forwards[:at], 1.0)
-        return [({times[at]: m * share, **ahead}, 0.0), edges]
-    if pipeline.virtual > 1:
-        through = dict.fromkeys(times, interleaved_rounds(stages, m, pipeline.virtual))
-        return [({times[at]: m * share}, 0.0), (through, 0.0), edges]
-    busy = {times[at]: m * share, **dict.fromkeys(times[:at], 1.0)}
-    through = dict.fromkeys(times, 1.0)
-    through[times[at]] += (m - 1) * share
-    waits = passed_over(pipeline.schedule, group[0], stages, m)
-    sends = pipeline.sends_s or (0.0,) * (stages - 1)
-    paths = [(busy, 0.0), ({**through, forwards[at]: -waits * share}, 2 * sum(sends))]
-    once = dict.fromkeys(times, 1.0)
-    paths.append((once, message_path_s(sends, pipeline.schedule, m)))
-    if len(times) == stages and (often := alternations(pipeline.schedule, at, stages, m)):
-        both = {times[at]: 1.0 + often, times[at + 1]: 1.0 + often}
-        paths.append(({**once, **both}, 2 * sum(sends) + 2 * often * sends[at]))
-    return paths

@@ -260,14 +260,15 @@ class StageCost:
         chosen = tuple(
             (
                 self.blocks.recomputed_s(run, option.policy),
-                min(option.peak.kept, share * whole.get(option.policy, math.inf)),
+                min(option.peak.kept, share * whole.get(option.policy, math.inf)) * (1 + FRAGMENTATION_LEAST),
             )
             for option in self.blocks.options_of(run)
         )
-        forward_s, backward_s = (sum(getattr(self._singles[i], n) for i in run) for n in ("forward_s", "backward_s"))
+        singles = [self._singles[i] for i in run]
         return BlockOptions(
-            forward_s,
-            backward_s,
+            sum(part.forward_s for part in singles),
+            sum(part.backward_s for part in singles),
+            sum(part.weight_s for part in singles),
             float(sum(self.state[i] for i in run)),
             chosen[:1] if self.limit == math.inf else chosen,
         )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
-from autoptd.search.pipeline.lp_bound import Pipeline, relaxed_bound_s
+from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, relaxed_bound
 from autoptd.search.pipeline.partition import CutObjective, Cuts, even_cuts, least_value, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.pipeline.windows import Floats, Partition, PartitionProblem
@@ -34,13 +33,6 @@ _LONGEST = 3  # times an even share of the segments: first stages for which the 
 
 class StagesDoNotFit(DoesNotFit):
     """No cut of a candidate fits. `Stages.shortfall` computes the missing memory, which takes longer."""
-
-
-class LeastBound(NamedTuple):
-    """A lower bound of all cuts, infinite if none fits, and whether memory raises it, or that of its stages."""
-
-    seconds: float
-    is_full: bool
 
 
 class Stages:
@@ -89,14 +81,36 @@ class Stages:
             return [self.finish(self._fixed_cuts())]
         if self.method.virtual == 1:
             return [self.finish(self._cut())]
-        # memory depends on all chunks of a rank together, so the first cut ignores it
+        cut = self._rounded() if self.relaxed_bound.is_full else self._cut_without_limits()
+        found = [staged for each in (cut, self._even()) if each and (staged := self._if_it_fits(each))]
+        return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
+
+    def _cut_without_limits(self) -> Cuts:
         stage_costs, self.stage_costs = self.stage_costs, self._stage_costs(unlimited=True)
         cuts = self._cut()
         self.stage_costs = stage_costs
         del self.problem
-        # with several chunks per rank, even chunks may wait less than the bound assumes
-        found = [staged for cut in (cuts, self._even()) if cut and (staged := self._if_it_fits(cut))]
-        return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
+        return cuts
+
+    def _rounded(self) -> Cuts | None:
+        """Return the cut nearest to the fractions of the relaxation, which share each rank's memory among its chunks;
+        None if a chunk would be empty."""
+        base, v, count = self.problem.least_s, self.method.virtual, len(self.problem.names)
+        work_s = self.relaxed_bound.work_s
+        if not work_s:
+            return None
+        route, ends = self.candidate.route, np.cumsum(base)
+        wanted = np.cumsum([work_s[route.holder(stage)] / v for stage in range(self.count)])
+        lasts = [int(np.abs(ends - at * ends[-1] / wanted[-1]).argmin()) for at in wanted[:-1]]
+        for stage in range(len(lasts)):  # no chunk is empty
+            lasts[stage] = max(lasts[stage], lasts[stage - 1] + 1 if stage else 0)
+        for stage in reversed(range(len(lasts))):
+            lasts[stage] = min(lasts[stage], (lasts[stage + 1] if stage + 1 < len(lasts) else count - 1) - 1)
+        edges = (-1, *lasts, count - 1)
+        uncut = self.method.uncut
+        if any(last + 1 in uncut for last in lasts) or min(lasts, default=0) < 0:
+            return None
+        return tuple((first + 1, last) for first, last in pairwise(edges))
 
     def _even(self) -> Cuts | None:
         try:
@@ -212,14 +226,16 @@ class Stages:
         """Return the least lower bound of any cut.
 
         From the recomputation of each run that fits where `measured`, else from the least that its memory takes. It is
-        path (2), or (1) without its second term for several chunks per rank or split backward passes. Path (2) ends on
-        the first rank; where `measured`, with its reduction of gradients.
+        path (2), or (1) without its second term for split backward passes. Path (2) ends on the first rank; where
+        `measured`, with its reduction of gradients. With several chunks per rank, the memory of a run depends on the
+        other chunks: only the busiest message counts.
         """
-        c, schedule, free = self.candidate, self.method.schedule, self._without_limits
-        problem = self.problem if self.method.virtual == 1 else free  # other chunks of a rank may need less memory
-        path = CutObjective(c.microbatches, messages=False, fill=False)
+        c, schedule, problem = self.candidate, self.method.schedule, self.problem
         sent_s = busiest_edge_s(self.least_sends_s, schedule, c.pp, c.microbatches)
-        if self.method.virtual == 1 and not row_of(schedule).splits_backward:
+        if self.method.virtual > 1:
+            return LeastBound(sent_s, False)
+        path = CutObjective(c.microbatches, messages=False, fill=False)
+        if not row_of(schedule).splits_backward:
             waits = tuple(passed_over(schedule, k, c.pp, c.microbatches) for k in range(c.pp))
             path = CutObjective(c.microbatches - 1, waits, messages=False)
             sent_s = float(problem.least_s.sum()) + message_path_s(self.least_sends_s, schedule, c.microbatches)
@@ -228,14 +244,11 @@ class Stages:
             found = least_value(problem, path, self.passes)
             is_full = found is None or self._is_full(found)
         else:
+            free = replace(problem, budget_bytes=(math.inf,) * len(problem.budget_bytes))
             found = least_value(free, path)
             is_full = found is not None and self._is_full(found)
             found = least_value(problem, path) if is_full else found
         return LeastBound(math.inf if found is None else max(found.value, sent_s), is_full)
-
-    @property
-    def _without_limits(self) -> PartitionProblem:
-        return replace(self.problem, budget_bytes=(math.inf,) * len(self.problem.budget_bytes))
 
     def _is_full(self, found: Partition) -> bool:
         return any(self.problem.is_full(k, *run) for k, run in enumerate(found.cuts))
@@ -254,14 +267,27 @@ class Stages:
         """Least seconds of a message after each stage but the last, over all places where the stage may end."""
         return tuple((self.problem.least_sends_s[:-1] / 2).tolist())
 
-    def relaxed_bound_s(self) -> float:
+    @cached_property
+    def relaxed_bound(self) -> LeastBound:
         """Return the lower bound of `search/pipeline/lp_bound.py` over all cuts; infinite if none fits."""
         c, method = self.candidate, self.method
         held = tuple(self.held(rank).least for rank in range(c.pp))
         budgets = tuple(self.stage_cost(rank).budget_bytes for rank in range(c.pp))
         shape = method.schedule, c.microbatches, method.virtual
         pipeline = Pipeline(*shape, held, self._pools, budgets, self.least_sends_s)
-        return relaxed_bound_s([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline)
+        return relaxed_bound([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline)
+
+    def memory_bound_s(self, kinds: Collection[tuple[str, int]]) -> float:
+        """Return a lower bound on the passes over all cuts under any of these schedules and numbers of chunks: their
+        work with the recomputation that fits, without the fill of the pipeline."""
+        c, most = self.candidate, max(virtual for _, virtual in kinds)
+        held = tuple(
+            most * min(alive(rank, c.pp, c.microbatches, kind, v).least / v for kind, v in kinds)
+            for rank in range(c.pp)
+        )
+        budgets = tuple(self.stage_cost(rank).budget_bytes for rank in range(c.pp))
+        pipeline = Pipeline(None, c.microbatches, most, held, self._pools, budgets)
+        return relaxed_bound([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline).seconds
 
     # ---- missing memory if nothing fits ----
 

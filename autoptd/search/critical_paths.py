@@ -1,0 +1,304 @@
+"""Critical paths of a schedule: lower bounds on the seconds of a step, for all cuts into stages at once.
+
+An action waits for the one before it on its rank, and for its message. A step takes at least as long as any chain of
+actions that wait for one another, and so at least as long as any average of chains. That is linear in the seconds of
+stage s, for a forward pass f, a backward pass b and, if the schedule splits them off, parameter gradients w, and of the
+message x after it:
+
+    C >= sum_s (alpha_s f_s + beta_s b_s + omega_s w_s + gamma_s x_s)                                       (1)
+
+Every chain passes some stages more often than others, so that a cut escapes it by making those small. `average_path`
+returns the average that the fewest cuts escape: the dual solution of
+
+    minimise C   subject to   (1) for every chain,  f_s, b_s, w_s = fixed shares of y_s,  sum_s y_s = 1,  y >= 0
+
+whose value is the least time of any division of a model that takes one second. Chains are found by cutting planes
+(Kelley 1960): the longest one under the best y so far is added, until it is hardly longer than C. Of even cuts
+Narayanan et al. (2021) give the time, (m + p - 1) / p for 1F1B; uneven ones may be faster, which this takes account of.
+
+A step of many microbatches m repeats rounds. A path of a shorter step, of n microbatches, that crosses rank r where
+rounds are inserted passes every stage of r another m - n times. `_insertion` checks that this is so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from autoptd.schedule import Schedule, period_of, route_of
+from autoptd.schedule.schedules import compute_lists
+from autoptd.search.pipeline.windows import Floats
+from autoptd.search.solver import CuttingPlanes
+
+_ROUNDS = 3  # microbatches per rank of the step whose paths are found, if it repeats rounds
+_LARGEST = 40_000  # actions of a step that does not
+_TOLERANCE = 4e-3  # relative distance of the longest path from the optimum
+_EFFORT = 100_000  # actions that are visited by all searches for the longest path
+_KINDS = "FBW"
+
+_STEPS = 20  # that shares are rounded to
+
+Links = list[tuple[int, int]]  # for each action, another one, and the edge of the message between them, -1 if none
+
+
+@dataclass(frozen=True)
+class PathWeights:
+    """The times that a chain, or an average of chains, passes each stage, [F, B or W; stage], and message, [stage]."""
+
+    passes: Floats
+    sends: Floats
+
+    def seconds(self, forward_s: float, backward_s: float, weight_s: float = 0.0) -> Floats:
+        """Return what a part of the model of these seconds adds to the step on each stage; `backward_s` has W."""
+        return self.passes[0] * forward_s + self.passes[1] * (backward_s - weight_s) + self.passes[2] * weight_s
+
+    def sends_s(self, sends_s: Sequence[float]) -> float:
+        """Return the seconds of messages, given those of one after each stage but the last."""
+        return float(self.sends[: len(sends_s)] @ np.array(sends_s, dtype=float))
+
+
+class ScheduleGraph:
+    """The actions of a schedule in an order in which they may run, and the longest chains of them.
+
+    Actions are numbered; `passes`: of an action, its kind * stages + its stage; `before`, `sender`: the actions that it
+    waits for on its rank and on another, -1 if none; `edges`: the stage after which the message is sent, -1 if none.
+    `crossings`: two consecutive actions of each rank, between which rounds of `more` microbatches are inserted, if any
+    are; `early` and `late`: the actions before and after the rounds.
+    """
+
+    def __init__(self, kind: str, ranks: int, microbatches: int, virtual: int, repeats: bool = False) -> None:
+        """`repeats`: rounds will be inserted. Raises ValueError if they cannot be."""
+        self.ranks, self.stages, self.route = ranks, ranks * virtual, route_of(kind, ranks, virtual)
+        self.more = 0
+        lists = compute_lists(kind, ranks, microbatches, virtual)
+        self.splits_backward = any(action.kind == "W" for action in lists[0])
+        on_rank = self._lay_out(lists)
+        everything = range(len(self.passes))
+        self.early: Sequence[int]
+        self.late: Sequence[int]
+        self.early, self.late, self.crossings = everything, range(0), list[tuple[int, int]]()
+        if repeats:
+            period = period_of(kind, ranks)
+            kept = _insertion(lists, compute_lists(kind, ranks, microbatches + period, virtual), period)
+            early = {i for mine, n in zip(on_rank, kept, strict=True) for i in mine[:n]}
+            if any(self.sender[i] >= 0 and self.sender[i] not in early for i in early):
+                raise ValueError("an action before the rounds waits for one after them")
+            self.early, self.late = sorted(early), [i for i in everything if i not in early]
+            self.crossings = [(mine[n - 1], mine[n]) for mine, n in zip(on_rank, kept, strict=True)]
+
+    def _lay_out(self, lists: Schedule) -> list[list[int]]:
+        """Number the actions in an order in which they may run; return those of each rank."""
+        self.passes: list[int] = []
+        self.before: list[int] = []
+        self.sender: list[int] = []
+        self.edges: list[int] = []
+        on_rank: list[list[int]] = [[] for _ in lists]
+        known: dict[tuple[str, int, int | None], int] = {}
+        waiting: dict[tuple[str, int, int | None], int] = {}
+        ready = deque(range(len(lists)))
+        while ready:
+            rank = ready.popleft()
+            mine = on_rank[rank]
+            for action in lists[rank][len(mine) :]:
+                stage = self.route.stage(rank, action.chunk)
+                needs = self._needs(action.kind, stage, action.microbatch)
+                if needs is not None and needs not in known:
+                    waiting[needs] = rank
+                    break
+                own = action.kind, stage, action.microbatch
+                sent = needs is not None and self.route.holder(needs[1]) != rank
+                self.before.append(mine[-1] if mine else -1)
+                self.sender.append(known[needs] if sent and needs is not None else -1)
+                self.edges.append((stage - 1 if action.kind == "F" else stage) if sent else -1)
+                known[own] = len(self.passes)
+                mine.append(len(self.passes))
+                self.passes.append(_KINDS.index(action.kind) * self.stages + stage)
+                if own in waiting:
+                    ready.append(waiting.pop(own))
+        return on_rank
+
+    def _needs(self, kind: str, stage: int, microbatch: int | None) -> tuple[str, int, int | None] | None:
+        match kind:
+            case "F":
+                return ("F", stage - 1, microbatch) if stage else None
+            case "B":
+                return ("B", stage + 1, microbatch) if stage + 1 < self.stages else ("F", stage, microbatch)
+        return None
+
+    def chains(
+        self, seconds: Sequence[float], sends_s: Sequence[float], every: bool = False
+    ) -> list[tuple[float, PathWeights]]:
+        """Return seconds and weights of the longest chain; with inserted rounds of that across `every` rank, if asked.
+
+        `seconds`: of each kind of pass on each stage, [kind * stages + stage]; `sends_s`: after each stage."""
+        ends, origins = self._ends(seconds, sends_s)
+        if not self.crossings:
+            last = max(range(len(ends)), key=ends.__getitem__)
+            return [(ends[last], self._weights(_followed(last, origins)))]
+        tails, followers = self._tails(seconds, sends_s)
+        totals = [sum(seconds[stage :: self.stages]) for stage in range(self.stages)]
+        long_s = [
+            ends[before] + self.more * sum(self.route.of(totals, rank)) + tails[after]
+            for rank, (before, after) in enumerate(self.crossings)
+        ]
+        found = []
+        for rank in range(self.ranks) if every else [max(range(self.ranks), key=long_s.__getitem__)]:
+            before, after = self.crossings[rank]
+            path = self._weights([*_followed(before, origins), *_followed(after, followers)])
+            path.passes[:, list(self.route.stages_of(rank))] += self.more
+            found.append((long_s[rank], path))
+        return found
+
+    def _ends(self, seconds: Sequence[float], sends_s: Sequence[float]) -> tuple[list[float], Links]:
+        """Return when each action ends, and which one it waited for last, with the edge of its message."""
+        passes, before, sender, edges = self.passes, self.before, self.sender, self.edges
+        ends, origins = [0.0] * (len(passes) + 1), [(-1, -1)] * len(passes)  # one more, which -1 stands for
+        for i in self.early:
+            start_s, origin = ends[before[i]], (before[i], -1)
+            if sender[i] >= 0:
+                arrives_s = ends[sender[i]] + sends_s[edges[i]]
+                if arrives_s > start_s:
+                    start_s, origin = arrives_s, (sender[i], edges[i])
+            ends[i], origins[i] = start_s + seconds[passes[i]], origin
+        ends.pop()
+        return ends, origins
+
+    def _tails(self, seconds: Sequence[float], sends_s: Sequence[float]) -> tuple[list[float], Links]:
+        """Return the longest time from the start of each action to the end, and which action follows it."""
+        passes = self.passes
+        tails, followers = [0.0] * len(passes), [(-1, -1)] * len(passes)
+        for i in reversed(self.late):
+            tails[i] += seconds[passes[i]]
+            for origin, edge in ((self.before[i], -1), (self.sender[i], self.edges[i])):
+                if origin >= 0 and (after_s := tails[i] + (sends_s[edge] if edge >= 0 else 0.0)) > tails[origin]:
+                    tails[origin], followers[origin] = after_s, (i, edge)
+        return tails, followers
+
+    def _weights(self, chain: Iterable[tuple[int, int]]) -> PathWeights:
+        """Return what a chain passes."""
+        passes, sends = np.zeros(3 * self.stages), np.zeros(self.stages)
+        for action, edge in chain:
+            passes[self.passes[action]] += 1
+            sends[edge] += edge >= 0
+        by_kind = passes.reshape(3, -1)
+        if not self.splits_backward:
+            by_kind[2] = by_kind[1]
+        return PathWeights(by_kind, sends)
+
+
+def _followed(action: int, links: Links) -> Iterator[tuple[int, int]]:
+    """Yield each action of a chain with the edge of the message between it and the next one, -1 if there is none."""
+    while action >= 0:
+        following, edge = links[action]
+        yield action, edge
+        action = following
+
+
+def _insertion(short: Schedule, longer: Schedule, period: int) -> list[int]:
+    """Return after how many actions of each rank one round more makes `short` the `longer` schedule: as many rounds
+    before the first difference as the ranks take, so that a chain can still reach the last rank and come back.
+
+    Raises ValueError if there is no such place."""
+    for back in (-(-len(short) // period), 1, 0):
+        found = []
+        for mine, other in zip(short, longer, strict=True):
+            length = len(other) - len(mine)
+            at = next((n for n, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), len(mine))
+            at -= back * length
+            later = [action._replace(microbatch=(action.microbatch or 0) + period) for action in mine[max(0, at) :]]
+            if 0 < at < len(mine) and list(other[at + length :]) == later:
+                found.append(at)
+        if len(found) == len(short):
+            return found
+    raise ValueError("a longer step is no shorter one with a round more")
+
+
+class PassShares(NamedTuple):
+    """Rounded shares of a model's seconds, of forward passes and of W, and of a message in the seconds of a stage."""
+
+    forward: float
+    weight: float = 0.0
+    send: float = 0.0
+
+    @classmethod
+    def of(cls, forward_s: float, backward_s: float, weight_s: float, send_s: float = 0.0) -> PassShares:
+        """Return the shares of passes over all stages and of a message of `send_s` seconds times their number."""
+        whole_s = forward_s + backward_s
+        if whole_s <= 0:
+            return cls(0.5)
+        forward, weight = (round(_STEPS * n / whole_s) / _STEPS for n in (forward_s, weight_s))
+        relative = send_s / whole_s
+        return cls(forward, weight, 2.0 ** round(math.log2(relative)) if relative > 1 / _STEPS else 0.0)
+
+
+@lru_cache(maxsize=64)
+def _repeated(kind: str, ranks: int, microbatches: int, virtual: int) -> ScheduleGraph | None:
+    try:
+        return ScheduleGraph(kind, ranks, microbatches, virtual, repeats=True)
+    except ValueError:
+        return None
+
+
+def _busy(graph: ScheduleGraph, rank: int, microbatches: int) -> PathWeights:
+    """Return all passes of a rank."""
+    passes = np.zeros((3, graph.stages))
+    passes[:, list(graph.route.stages_of(rank))] = microbatches
+    return PathWeights(passes, np.zeros(graph.stages))
+
+
+def _graph(kind: str, ranks: int, microbatches: int, virtual: int) -> ScheduleGraph | None:
+    """Return the actions of a step, or those of a shorter one with repeated rounds; None if there are too many."""
+    period = period_of(kind, ranks)
+    short = microbatches % period + period * -(-_ROUNDS * ranks // period)
+    if short < microbatches and (found := _repeated(kind, ranks, short, virtual)):
+        found.more = microbatches - short
+        return found
+    too_large = 2 * microbatches * ranks * virtual > _LARGEST
+    return None if too_large else ScheduleGraph(kind, ranks, microbatches, virtual)
+
+
+@lru_cache(maxsize=4096)
+def average_path(kind: str, ranks: int, microbatches: int, virtual: int, shares: PassShares) -> PathWeights:
+    """Return the average of chains that the fewest cuts escape, in whose stages passes have these shares.
+
+    It is a bound for all others too, though not as good."""
+    stages = ranks * virtual
+    even = PathWeights(np.full((3, stages), microbatches / ranks), np.zeros(stages))  # of every rank's own actions
+    graph = _graph(kind, ranks, microbatches, virtual)
+    if graph is None:
+        return even
+    try:
+        planes = CuttingPlanes(stages)
+    except ImportError:
+        return even
+    weight = shares.weight if graph.splits_backward else 0.0
+    split = np.array([shares.forward, 1 - shares.forward - weight, weight])
+    sends_s = [shares.send / stages] * stages
+    best, least, shortest = np.full(stages, 1 / stages), 0.0, math.inf
+    lowest = best
+    paths = [_busy(graph, rank, microbatches) for rank in range(ranks)]
+    weights = [1.0] * ranks
+    for path in paths:
+        planes.add(split @ path.passes)
+    for turn in range(max(2, _EFFORT // len(graph.passes))):
+        sizes = (best + lowest) / 2  # between the best division so far and that of the planes: fewer turns
+        found = graph.chains((split[:, None] * sizes).ravel().tolist(), sends_s, every=not turn)
+        if (longest := max(seconds for seconds, _ in found)) < shortest:
+            best, shortest = sizes, longest
+        if least >= shortest * (1 - _TOLERANCE):
+            break
+        for _, path in found:
+            paths.append(path)
+            planes.add(split @ path.passes + path.sends_s(sends_s))
+        least, lowest, weights = planes.solve()
+    share = np.array(weights) / sum(weights)
+    return PathWeights(
+        np.tensordot(share, np.array([path.passes for path in paths]), 1),
+        share @ np.array([path.sends for path in paths]),
+    )
