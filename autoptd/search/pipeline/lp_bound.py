@@ -9,7 +9,7 @@ of it, z[k, g, i, w], with options of their own. Stage k takes t[k] per microbat
     (1)  t[k] = sum (y, z)[k] (forward + backward + recompute)
     (2)  f[k] = sum (y, z)[k] forward
     (3)  sum z[k] <= 2 (segments of the longest block - 1)
-    (4)  sum (y, z)[k] (state + alive[k] kept) <= budget[k]
+    (4)  sum (y, z)[k] (state + alive[k] kept) <= budget[k], at each candidate peak
     (5)  sum_{k,w} y[k, g, w] + sum_{k,w} z[k, g, i, w] = number of g, for each segment i
     (6)  C >= the paths of `search/pipeline/lower_bounds.py` through every stage, linear in t and f
 
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autoptd.schedule import route_of
+from autoptd.schedule import Alive, route_of
 from autoptd.search.critical_paths import PassShares, PathWeights, average_path
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s
 from autoptd.search.solver import IntegerProgram, minimise
@@ -57,23 +57,30 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipeline of a candidate. For each rank, `alive`: in-flight microbatches (chunks, each 1 / `virtual` of its
-    work); `pools`: device type; `budgets`: bytes. `sends_s`: least seconds of a message after each stage but the last.
+    """The pipeline of a candidate. For each rank, `alive`: at each candidate memory peak, the in-flight microbatches of
+    each chunk, or one number for all chunks; `pools`: device type; `budgets`: bytes. `sends_s`: least seconds of a
+    message after each stage but the last.
     """
 
     schedule: str | None  # None: any
     microbatches: int
     virtual: int
-    alive: tuple[float, ...]
+    alive: tuple[tuple[tuple[float, ...], ...], ...]
     pools: tuple[int, ...]
     budgets: tuple[float, ...]
     sends_s: tuple[float, ...] = ()
 
 
+def in_flight(alive: Alive) -> tuple[tuple[float, ...], ...]:
+    """Return the `alive` of a rank for a `Pipeline`."""
+    rows = tuple(tuple(n / alive.parts for n in row) for row in alive.rows)
+    return tuple(row[:1] for row in rows) if all(len(set(row)) == 1 for row in rows) else rows
+
+
 class LeastBound(NamedTuple):
     """A lower bound of all cuts, infinite if none fits, and whether memory raises it, or that of its stages.
 
-    `work_s`: seconds of a microbatch on each rank, without recomputation, in the fractions that attain the bound."""
+    `work_s`: seconds of a microbatch on each stage, without recomputation, in the fractions that attain the bound."""
 
     seconds: float
     is_full: bool
@@ -96,34 +103,40 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
     chain: dict[int, float] = {}
     memory: list[tuple[dict[int, float], float]] = []
     recomputed: list[int] = []
-    work: list[tuple[range, dict[int, float]]] = []
+    work: list[tuple[list[int], dict[int, float]]] = []  # stages, and the seconds that variables add to them
     for group in _groups(pipeline.pools):
-        alive, budget_bytes = min(pipeline.alive[k] for k in group), pipeline.budgets[group[0]]
-        busy, own_s, held, partial = dict[int, float](), dict[int, float](), dict[int, float](), list[int]()
-        work.append((group, own_s))
-        stages = [stage for rank in group for stage in route.stages_of(rank)] if route else []
-        for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
-            for i, part in enumerate((same.whole, *same.segments)):
-                for recompute_s, kept in part.options:
-                    some = program.variable(upper=same.count)
-                    for share in own if i == 0 else own[i - 1 : i]:
-                        share.append(some)
-                    if i:
-                        partial.append(some)
-                    if recompute_s:
-                        recomputed.append(some)
-                    passes = part.forward_s, part.backward_s + recompute_s, part.weight_s
-                    own_s[some] = part.forward_s + part.backward_s
-                    busy[some] = pipeline.microbatches / len(group) * (passes[0] + passes[1])
-                    if path is not None:
-                        chain[some] = float(path.seconds(*passes)[stages].min())
-                    held[some] = (part.state + alive / pipeline.virtual * kept) / max(1.0, budget_bytes)
+        budget_bytes = pipeline.budgets[group[0]]
+        peaks = [
+            tuple(map(min, zip(*rows, strict=True))) for rows in zip(*(pipeline.alive[k] for k in group), strict=True)
+        ]
+        busy, partial = dict[int, float](), list[int]()
+        held: list[dict[int, float]] = [{} for _ in peaks]
+        for chunk in range(len(peaks[0])):
+            stages = [s for k in group for s in route.stages_of(k)[chunk :: len(peaks[0])]] if route else []
+            work.append((stages, own_s := {}))
+            for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
+                for i, part in enumerate((same.whole, *same.segments)):
+                    for recompute_s, kept in part.options:
+                        some = program.variable(upper=same.count)
+                        for share in own if i == 0 else own[i - 1 : i]:
+                            share.append(some)
+                        if i:
+                            partial.append(some)
+                        if recompute_s:
+                            recomputed.append(some)
+                        passes = part.forward_s, part.backward_s + recompute_s, part.weight_s
+                        own_s[some] = part.forward_s + part.backward_s
+                        busy[some] = pipeline.microbatches / len(group) * (passes[0] + passes[1])
+                        if path is not None:
+                            chain[some] = float(path.seconds(*passes)[stages].min())
+                        for row, peak in zip(held, peaks, strict=True):
+                            row[some] = (part.state + peak[chunk] * kept) / max(1.0, budget_bytes)
         program.demand(1, {least: 1.0, **{some: -seconds for some, seconds in busy.items()}}, 0.0)
         if partial:
             program.demand(3, dict.fromkeys(partial, 1.0), high=2.0 * (longest - 1) * pipeline.virtual * len(group))
-        if math.isfinite(budget_bytes):
-            memory.append((held, len(group) * budget_bytes / max(1.0, budget_bytes)))
-            program.demand(4, held, high=memory[-1][1])
+        for row in held if math.isfinite(budget_bytes) else ():
+            memory.append((row, len(group) * budget_bytes / max(1.0, budget_bytes)))
+            program.demand(4, row, high=memory[-1][1])
     for same, own in zip(blocks, shares, strict=True):
         for share in own:
             program.demand(5, dict.fromkeys(share, 1.0), same.count, same.count)
@@ -136,9 +149,11 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
         return LeastBound(edges_s, True)
     values = outcome.values
     full = any(sum(n * values[v] for v, n in held.items()) > limit - _FULL for held, limit in memory)
-    each = [(sum(n * values[v] for v, n in own_s.items()) / len(group), len(group)) for group, own_s in work]
-    work_s = tuple(seconds for seconds, ranks in each for _ in range(ranks))
-    return LeastBound(max(outcome.bound, edges_s), full or any(values[v] > _FULL for v in recomputed), work_s)
+    work_s = dict[int, float]()
+    for stages, own_s in work:
+        work_s |= dict.fromkeys(stages, sum(n * values[v] for v, n in own_s.items()) / max(1, len(stages)))
+    is_full = full or any(values[v] > _FULL for v in recomputed)
+    return LeastBound(max(outcome.bound, edges_s), is_full, tuple(work_s[stage] for stage in sorted(work_s)))
 
 
 def _path(blocks: Sequence[Blocks], schedule: str, pipeline: Pipeline) -> PathWeights:

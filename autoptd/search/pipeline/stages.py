@@ -22,7 +22,7 @@ from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
-from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, relaxed_bound
+from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, relaxed_bound
 from autoptd.search.pipeline.partition import CutObjective, Cuts, even_cuts, least_value, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.pipeline.windows import Floats, Partition, PartitionProblem
@@ -81,11 +81,13 @@ class Stages:
             return [self.finish(self._fixed_cuts())]
         if self.method.virtual == 1:
             return [self.finish(self._cut())]
-        cut = self._rounded() if self.relaxed_bound.is_full else self._cut_without_limits()
-        found = [staged for each in (cut, self._even()) if each and (staged := self._if_it_fits(each))]
+        # with several chunks per rank, even chunks may wait less than the bound assumes
+        cuts = dict.fromkeys((self._cut_without_limits(), self._even(), self._rounded()))
+        found = [staged for cut in cuts if cut and (staged := self._if_it_fits(cut))]
         return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
 
     def _cut_without_limits(self) -> Cuts:
+        """Return the best cut if memory had no limit, since that of a run depends on all chunks of its rank."""
         stage_costs, self.stage_costs = self.stage_costs, self._stage_costs(unlimited=True)
         cuts = self._cut()
         self.stage_costs = stage_costs
@@ -94,13 +96,13 @@ class Stages:
 
     def _rounded(self) -> Cuts | None:
         """Return the cut nearest to the fractions of the relaxation, which share each rank's memory among its chunks;
-        None if a chunk would be empty."""
-        base, v, count = self.problem.least_s, self.method.virtual, len(self.problem.names)
+        None if memory does not limit them, or a chunk would be empty."""
+        base, count = self.problem.least_s, len(self.problem.names)
         work_s = self.relaxed_bound.work_s
-        if not work_s:
+        if not work_s or not self.relaxed_bound.is_full:
             return None
-        route, ends = self.candidate.route, np.cumsum(base)
-        wanted = np.cumsum([work_s[route.holder(stage)] / v for stage in range(self.count)])
+        ends = np.cumsum(base)
+        wanted = np.cumsum(work_s)
         lasts = [int(np.abs(ends - at * ends[-1] / wanted[-1]).argmin()) for at in wanted[:-1]]
         for stage in range(len(lasts)):  # no chunk is empty
             lasts[stage] = max(lasts[stage], lasts[stage - 1] + 1 if stage else 0)
@@ -271,7 +273,7 @@ class Stages:
     def relaxed_bound(self) -> LeastBound:
         """Return the lower bound of `search/pipeline/lp_bound.py` over all cuts; infinite if none fits."""
         c, method = self.candidate, self.method
-        held = tuple(self.held(rank).least for rank in range(c.pp))
+        held = tuple(in_flight(self.held(rank)) for rank in range(c.pp))
         budgets = tuple(self.stage_cost(rank).budget_bytes for rank in range(c.pp))
         shape = method.schedule, c.microbatches, method.virtual
         pipeline = Pipeline(*shape, held, self._pools, budgets, self.least_sends_s)
@@ -280,13 +282,12 @@ class Stages:
     def memory_bound_s(self, kinds: Collection[tuple[str, int]]) -> float:
         """Return a lower bound on the passes over all cuts under any of these schedules and numbers of chunks: their
         work with the recomputation that fits, without the fill of the pipeline."""
-        c, most = self.candidate, max(virtual for _, virtual in kinds)
+        c = self.candidate
         held = tuple(
-            most * min(alive(rank, c.pp, c.microbatches, kind, v).least / v for kind, v in kinds)
-            for rank in range(c.pp)
+            ((min(alive(rank, c.pp, c.microbatches, kind, v).least / v for kind, v in kinds),),) for rank in range(c.pp)
         )
         budgets = tuple(self.stage_cost(rank).budget_bytes for rank in range(c.pp))
-        pipeline = Pipeline(None, c.microbatches, most, held, self._pools, budgets)
+        pipeline = Pipeline(None, c.microbatches, max(v for _, v in kinds), held, self._pools, budgets)
         return relaxed_bound([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline).seconds
 
     # ---- missing memory if nothing fits ----

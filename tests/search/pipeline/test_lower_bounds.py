@@ -291,7 +291,7 @@ def test_the_bound_of_all_cuts_is_that_of_geometric_stages() -> None:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (4, 40), (8, 64)])
 def test_no_cut_of_1f1b_escapes_the_fill(ranks: int, microbatches: int) -> None:
-    """Of at least two microbatches per rank, uneven stages are no faster than even ones: m + p - 1 of them."""
+    """Uneven stages are no faster than even ones, m + p - 1 of them, given two microbatches per rank or more."""
     path = average_path("1f1b", ranks, microbatches, 1, PassShares(0.35))
     found = path.seconds(0.35, 0.65).min()
     assert found == pytest.approx((microbatches + ranks - 1) / ranks, rel=critical._TOLERANCE)
@@ -363,7 +363,7 @@ def random_shared(seed: int) -> Shared:
     ways = [rng.choice(part.options) for part in parts]
     segments = tuple((p.forward_s, p.backward_s + w[0], p.weight_s) for p, w in zip(parts, ways, strict=True))
     counted = [alive_of(rank, ranks, m, schedule, virtual) for rank in range(ranks)]
-    alive = tuple(each.least for each in counted)
+    alive = tuple(map(relax.in_flight, counted))
     route = route_of(schedule, ranks, virtual)
     held = []
     for rank, each in enumerate(counted):
@@ -416,10 +416,10 @@ def test_the_relaxation_is_not_above_any_cut() -> None:
 def test_the_relaxation_sees_memory() -> None:
     """Two stages of two blocks, which save 10 for each of 2 and 1 microbatches: 40 + 20 in all."""
     part = BlockOptions(1.0, 2.0, 0.0, 0.0, ((0.0, 10.0), (1.0, 0.0)))
-    pipeline = Pipeline("1f1b", 8, 1, (2, 1), (0, 0), (40.0, 40.0))
+    pipeline = Pipeline("1f1b", 8, 1, (((2.0,),), ((1.0,),)), (0, 0), (40.0, 40.0))
 
     def bound(budget_bytes: float) -> float:
-        tight = Pipeline(pipeline.schedule, 8, 1, (2, 1), (0, 0), (budget_bytes, budget_bytes))
+        tight = Pipeline(pipeline.schedule, 8, 1, (((2.0,),), ((1.0,),)), (0, 0), (budget_bytes, budget_bytes))
         return relaxed_bound([[Blocks(4, part)]], tight).seconds
 
     free, tight, none = bound(math.inf), bound(20.0), bound(0.0)
@@ -427,13 +427,13 @@ def test_the_relaxation_sees_memory() -> None:
     assert none >= even_bound_s(16.0, "1f1b", 2, 8, 1, 1 / 4), "all of it runs again"
     assert free == pytest.approx((8 + 2 - 1) / 2 * 12) and none == pytest.approx((8 + 2 - 1) / 2 * 16, rel=6e-3)
     heavy = BlockOptions(1.0, 2.0, 0.0, 5.0, part.options)
-    full = relaxed_bound([[Blocks(4, heavy)]], Pipeline("1f1b", 8, 1, (2, 1), (0, 0), (9.0, 9.0)))
+    full = relaxed_bound([[Blocks(4, heavy)]], Pipeline("1f1b", 8, 1, (((2.0,),), ((1.0,),)), (0, 0), (9.0, 9.0)))
     assert full.seconds == math.inf and full.is_full
 
 
 def test_the_relaxation_is_no_worse_than_the_bound_of_all_cuts() -> None:
     for m, p in ((4, 2), (8, 4), (16, 4), (3, 8)):
-        pipeline = Pipeline("1f1b", m, 1, tuple(range(p, 0, -1)), (0,) * p, (math.inf,) * p)
+        pipeline = Pipeline("1f1b", m, 1, tuple(((float(k),),) for k in range(p, 0, -1)), (0,) * p, (math.inf,) * p)
         found = relaxed_bound([[Blocks(3 * p, BlockOptions(1.0, 2.0, 0.0, 0.0, ((0.0, 1.0),)))]], pipeline).seconds
         assert found >= even_bound_s(9.0 * p, "1f1b", p, m, 1, 1 / 3) * (1 - 1e-6)
         assert found <= even("1f1b", p, m).seconds() * 3 * SLACK
