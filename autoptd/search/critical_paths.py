@@ -68,14 +68,13 @@ class ScheduleGraph:
 
     Actions are numbered; `passes`: of an action, its kind * stages + its stage; `before`, `sender`: the actions that it
     waits for on its rank and on another, -1 if none; `edges`: the stage after which the message is sent, -1 if none.
-    `crossings`: two consecutive actions of each rank, between which rounds of `more` microbatches are inserted, if any
-    are; `early` and `late`: the actions before and after the rounds.
+    `crossings`: two consecutive actions of each rank, between which rounds may be inserted, if any may; `early` and `late`:
+    the actions before and after them.
     """
 
     def __init__(self, kind: str, ranks: int, microbatches: int, virtual: int, repeats: bool = False) -> None:
         """`repeats`: rounds will be inserted. Raises ValueError if they cannot be."""
         self.ranks, self.stages, self.route = ranks, ranks * virtual, route_of(kind, ranks, virtual)
-        self.more = 0
         lists = compute_lists(kind, ranks, microbatches, virtual)
         self.splits_backward = any(action.kind == "W" for action in lists[0])
         on_rank = self._lay_out(lists)
@@ -132,11 +131,12 @@ class ScheduleGraph:
         return None
 
     def chains(
-        self, seconds: Sequence[float], sends_s: Sequence[float], every: bool = False
+        self, seconds: Sequence[float], sends_s: Sequence[float], more: int = 0, every: bool = False
     ) -> list[tuple[float, PathWeights]]:
-        """Return seconds and weights of the longest chain; with inserted rounds of that across `every` rank, if asked.
+        """Return seconds and weights of the longest chain, or of that across `every` rank.
 
-        `seconds`: of each kind of pass on each stage, [kind * stages + stage]; `sends_s`: after each stage."""
+        `seconds`: of each kind of pass on each stage, [kind * stages + stage]; `sends_s`: after each stage; `more`:
+        microbatches of the inserted rounds."""
         ends, origins = self._ends(seconds, sends_s)
         if not self.crossings:
             last = max(range(len(ends)), key=ends.__getitem__)
@@ -144,14 +144,14 @@ class ScheduleGraph:
         tails, followers = self._tails(seconds, sends_s)
         totals = [sum(seconds[stage :: self.stages]) for stage in range(self.stages)]
         long_s = [
-            ends[before] + self.more * sum(self.route.of(totals, rank)) + tails[after]
+            ends[before] + more * sum(self.route.of(totals, rank)) + tails[after]
             for rank, (before, after) in enumerate(self.crossings)
         ]
         found = []
         for rank in range(self.ranks) if every else [max(range(self.ranks), key=long_s.__getitem__)]:
             before, after = self.crossings[rank]
             path = self._weights([*_followed(before, origins), *_followed(after, followers)])
-            path.passes[:, list(self.route.stages_of(rank))] += self.more
+            path.passes[:, list(self.route.stages_of(rank))] += more
             found.append((long_s[rank], path))
         return found
 
@@ -252,15 +252,15 @@ def _busy(graph: ScheduleGraph, rank: int, microbatches: int) -> PathWeights:
     return PathWeights(passes, np.zeros(graph.stages))
 
 
-def _graph(kind: str, ranks: int, microbatches: int, virtual: int) -> ScheduleGraph | None:
-    """Return the actions of a step, or those of a shorter one with repeated rounds; None if there are too many."""
+def _graph(kind: str, ranks: int, microbatches: int, virtual: int) -> tuple[ScheduleGraph, int] | None:
+    """Return the actions of a step, or those of a shorter one and the microbatches of the rounds that it lacks; None
+    if there are too many."""
     period = period_of(kind, ranks)
     short = microbatches % period + period * -(-_ROUNDS * ranks // period)
     if short < microbatches and (found := _repeated(kind, ranks, short, virtual)):
-        found.more = microbatches - short
-        return found
+        return found, microbatches - short
     too_large = 2 * microbatches * ranks * virtual > _LARGEST
-    return None if too_large else ScheduleGraph(kind, ranks, microbatches, virtual)
+    return None if too_large else (ScheduleGraph(kind, ranks, microbatches, virtual), 0)
 
 
 @lru_cache(maxsize=4096)
@@ -270,9 +270,9 @@ def average_path(kind: str, ranks: int, microbatches: int, virtual: int, shares:
     It is a bound for all others too, though not as good."""
     stages = ranks * virtual
     even = PathWeights(np.full((3, stages), microbatches / ranks), np.zeros(stages))  # of every rank's own actions
-    graph = _graph(kind, ranks, microbatches, virtual)
-    if graph is None:
+    if (found := _graph(kind, ranks, microbatches, virtual)) is None:
         return even
+    graph, more = found
     try:
         planes = CuttingPlanes(stages)
     except ImportError:
@@ -288,12 +288,12 @@ def average_path(kind: str, ranks: int, microbatches: int, virtual: int, shares:
         planes.add(split @ path.passes)
     for turn in range(max(2, _EFFORT // len(graph.passes))):
         sizes = (best + lowest) / 2  # between the best division so far and that of the planes: fewer turns
-        found = graph.chains((split[:, None] * sizes).ravel().tolist(), sends_s, every=not turn)
-        if (longest := max(seconds for seconds, _ in found)) < shortest:
+        chains = graph.chains((split[:, None] * sizes).ravel().tolist(), sends_s, more, every=not turn)
+        if (longest := max(seconds for seconds, _ in chains)) < shortest:
             best, shortest = sizes, longest
         if least >= shortest * (1 - _TOLERANCE):
             break
-        for _, path in found:
+        for _, path in chains:
             paths.append(path)
             planes.add(split @ path.passes + path.sends_s(sends_s))
         least, lowest, weights = planes.solve()

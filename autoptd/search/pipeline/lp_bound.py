@@ -2,16 +2,16 @@
 
 Blocks are divided among the pipeline's stages in fractions and out of order: y[k, g, w] blocks of group g (equal
 blocks) are on stage k with recompute option w. A stage may begin and end inside a block, and then holds single segments
-of it, z[k, g, i, w], with options of their own. Stage k takes t[k] per microbatch, f[k] of it forward:
+of it, z[k, g, i, w], with options of their own. Stage k is all that rank k holds, or one of its chunks where these have
+different numbers of microbatches in flight.
 
     minimise C
 
-    (1)  t[k] = sum (y, z)[k] (forward + backward + recompute)
-    (2)  f[k] = sum (y, z)[k] forward
+    (1)  C >= microbatches sum (y, z)[k] (forward + backward + recompute), over the stages k of a rank
+    (2)  C >= the average of chains of `search/critical_paths.py`, linear in the same seconds and in those of messages
     (3)  sum z[k] <= 2 (segments of the longest block - 1)
-    (4)  sum (y, z)[k] (state + alive[k] kept) <= budget[k], at each candidate peak
+    (4)  sum (y, z)[k] (state + alive[k] kept) <= budget of the rank, at each candidate memory peak
     (5)  sum_{k,w} y[k, g, w] + sum_{k,w} z[k, g, i, w] = number of g, for each segment i
-    (6)  C >= the paths of `search/pipeline/lower_bounds.py` through every stage, linear in t and f
 
 Neighbouring stages of deep pipelines are grouped: the slowest stage of a group is no faster than their average.
 Coefficients are seconds and bytes of a candidate, so each candidate has its own program, of a few milliseconds.
