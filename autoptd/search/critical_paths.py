@@ -68,8 +68,8 @@ class ScheduleGraph:
 
     Actions are numbered; `passes`: of an action, its kind * stages + its stage; `before`, `sender`: the actions that it
     waits for on its rank and on another, -1 if none; `edges`: the stage after which the message is sent, -1 if none.
-    `crossings`: two consecutive actions of each rank, between which rounds may be inserted, if any may; `early` and `late`:
-    the actions before and after them.
+    `crossings`: two consecutive actions of each rank, between which rounds may be inserted, if any may; `early` and
+    `late`: the actions before and after them.
     """
 
     def __init__(self, kind: str, ranks: int, microbatches: int, virtual: int, repeats: bool = False) -> None:
