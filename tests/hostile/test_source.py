@@ -119,8 +119,8 @@ NAMES = st.one_of(SEEDS, TEXTS, st.builds("".join, st.lists(SEEDS, min_size=2, m
 @settings(max_examples=60)
 @given(st.fixed_dictionaries({kind: NAMES for kind in KINDS if kind != "input"}), NAMES)
 def test_any_names_at_once(names: dict[str, str], title: str):
-    apart = {
-        kind: f"{text}{kind[0]}" if kind in ("module", "parameter", "buffer") else text for kind, text in names.items()
+    apart = {  # "c" with a "p" after it would be "cp", which is refused
+        kind: f"{text}_{kind}" if kind in ("module", "parameter", "buffer") else text for kind, text in names.items()
     }
     made, usual = program_called(apart, title)
     check(made, usual)
