@@ -40,9 +40,8 @@ _ROUNDS = 3  # microbatches per rank of the step whose paths are found, if it re
 _LARGEST = 40_000  # actions of a step that does not
 _TOLERANCE = 4e-3  # relative distance of the longest path from the optimum
 _EFFORT = 100_000  # actions that are visited by all searches for the longest path
-_KINDS = "FBW"
-
 _STEPS = 20  # that shares are rounded to
+_KINDS = "FBW"
 
 Links = list[tuple[int, int]]  # for each action, another one, and the edge of the message between them, -1 if none
 
@@ -78,17 +77,16 @@ class ScheduleGraph:
         lists = compute_lists(kind, ranks, microbatches, virtual)
         self.splits_backward = any(action.kind == "W" for action in lists[0])
         on_rank = self._lay_out(lists)
-        everything = range(len(self.passes))
-        self.early: Sequence[int]
-        self.late: Sequence[int]
-        self.early, self.late, self.crossings = everything, range(0), list[tuple[int, int]]()
+        self.early: Sequence[int] = range(len(self.passes))
+        self.late: Sequence[int] = ()
+        self.crossings: list[tuple[int, int]] = []
         if repeats:
             period = period_of(kind, ranks)
             kept = _insertion(lists, compute_lists(kind, ranks, microbatches + period, virtual), period)
             early = {i for mine, n in zip(on_rank, kept, strict=True) for i in mine[:n]}
             if any(self.sender[i] >= 0 and self.sender[i] not in early for i in early):
                 raise ValueError("an action before the rounds waits for one after them")
-            self.early, self.late = sorted(early), [i for i in everything if i not in early]
+            self.early, self.late = sorted(early), [i for i in self.early if i not in early]
             self.crossings = [(mine[n - 1], mine[n]) for mine, n in zip(on_rank, kept, strict=True)]
 
     def _lay_out(self, lists: Schedule) -> list[list[int]]:
@@ -297,6 +295,8 @@ def average_path(kind: str, ranks: int, microbatches: int, virtual: int, shares:
             paths.append(path)
             planes.add(split @ path.passes + path.sends_s(sends_s))
         least, lowest, weights = planes.solve()
+    if not sum(weights) > 0:  # the solver failed
+        return even
     share = np.array(weights) / sum(weights)
     return PathWeights(
         np.tensordot(share, np.array([path.passes for path in paths]), 1),

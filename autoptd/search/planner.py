@@ -154,8 +154,8 @@ class Planner:
         self._find_first(entries)
         saving = ((i, e.candidate) for i, e in enumerate(entries) if e.candidate.memory_saving)
         dormant = {replace(c, memory_saving=False): i for i, c in saving}
-        waiting = ((i, e) for i, e in enumerate(entries) if e.step < len(self._steps))
-        queue = [(e.bound_s, 0, i) for i, e in waiting if not e.candidate.memory_saving]
+        left = ((i, e) for i, e in enumerate(entries) if e.step < len(self._steps))
+        queue = [(e.bound_s, 0, i) for i, e in left if not e.candidate.memory_saving]
         for e in entries:
             self._enqueue_variant(e, dormant, queue)
         heapq.heapify(queue)
@@ -177,8 +177,7 @@ class Planner:
             if (lighter := self._lighter(e.candidate)) and self._is_dominated(e):  # no faster than that one
                 e.bound_s, e.closed = max(e.bound_s, lighter.bound_s), e.closed or lighter.closed
         variants = set(dormant.values())  # no faster than the candidates that they are variants of
-        left = (e.bound_s for i, e in enumerate(entries) if not e.closed and i not in variants)
-        return min([self._best_s, *left])
+        return min([self._best_s, *(e.bound_s for i, e in enumerate(entries) if not e.closed and i not in variants)])
 
     def _enqueue_variant(self, e: _Entry, dormant: dict[Candidate, int], queue: list[tuple[float, int, int]]) -> None:
         """Enqueue the memory-saving variant of a candidate once memory limits the fast one."""
@@ -255,9 +254,10 @@ class Planner:
         return self._sharded_state.get(replace(c, zero=1, shards=0))
 
     def _is_dominated(self, e: _Entry) -> bool:
-        """Return whether the lighter candidate ends its steps no later either, by even shares of the parameters."""
-        c = e.candidate
-        if self.task.effort is None or (lighter := self._lighter(c)) is None:
+        """Return whether the lighter candidate is known to end its steps no later either, by even shares."""
+        c = e.candidate  # passes may hide a part of the end, and devices may differ
+        unknown = self.task.effort is None or c.pools or "dp" in self._method.overlap
+        if unknown or (lighter := self._lighter(c)) is None:
             return False
         return self._bounds.end_s(lighter.candidate) <= self._bounds.end_s(c)
 
@@ -289,7 +289,7 @@ class Planner:
             return e.bound_s
         e.passes_s = max(e.passes_s, stages.memory_bound_s({(c.schedule, c.virtual)}))
         if self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s)) >= self._best_s:
-            e.is_full = True  # perhaps
+            e.is_full = True  # memory may be what raises it
             return e.bound_s
         passes_s, is_full, _ = stages.relaxed_bound
         e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full

@@ -178,7 +178,7 @@ class CuttingPlanes:
 
     def __init__(self, size: int) -> None:
         """`size`: of y. Raises ImportError if HiGHS is missing."""
-        self.highs, self.size = _new_highs(), size
+        self.highs = _new_highs()
         _set(self.highs, _SETTINGS)
         self.highs.addVar(-math.inf, math.inf)
         for _ in range(size):

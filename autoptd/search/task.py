@@ -101,7 +101,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         world=task.world,
         batch=task.batch,
         segments=len(task.folded.segments),
-        chunks=max(_CHUNKS, *(unit.count for unit in task.folded.units)),  # of at least one of many blocks each
+        chunks=max([_CHUNKS, *(unit.count for unit in task.folded.units)]),  # of at least one of many blocks each
         tp_sizes=tuple(sorted(tp_sizes)),
         zeros=zeros,
         recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in mesh else ("auto",),

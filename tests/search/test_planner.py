@@ -79,6 +79,20 @@ def test_no_candidate_is_better_or_below_its_bounds(gpt: autoptd.TracedModel, in
     assert answer.visited < len(everything) < answer.considered + 1, "most are left out by their bounds"
 
 
+@pytest.mark.parametrize("overlap", [("p2p",), ("dp", "p2p")])
+@pytest.mark.parametrize("inter", [2e9, 50e9])
+def test_a_dominated_candidate_is_no_faster(gpt: autoptd.TracedModel, inter: float, overlap: tuple[str, ...]) -> None:
+    """A candidate that is left out, since the same mesh with ZeRO 1 over all ranks needs less, takes no less time."""
+    search = planner(gpt, roomy(80.0, inter), include=["shards"], fix={"overlap": overlap})
+    search.answer()
+    dominated = [e.candidate for e in search._entries if search._is_dominated(e)]
+    assert bool(dominated) == ("dp" not in overlap)
+    for c in dominated:
+        lighter = search._lighter(c)
+        assert lighter is not None
+        assert search.predict(c).seconds >= search.predict(lighter.candidate).seconds * (1 - 1e-6), str(c)
+
+
 def test_the_answer_is_of_its_own_prediction(gpt: autoptd.TracedModel) -> None:
     answer = planner(gpt, roomy(80.0)).answer()
     staged = answer.staged
