@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,6 @@ def plan(
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
     assume: Mapping[str, Any] | None = None,
-    include: Iterable[str] = (),
     exact: bool = False,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
@@ -124,7 +123,6 @@ def plan(
         fix: choices made by hand, such as `{"tp": 8, "recompute": "full"}`; keys are `options.KNOWN`.
         assume: execution that the runtime cannot do, such as `{"kernels": "fused"}` (`assumed.ASSUMABLE`). Such a plan
             is a prediction only (`Plan.not_runnable`).
-        include: dimensions to add to the search, from `options.INCLUDABLE`, or "all".
         exact: search until no better plan can exist, for small models. Otherwise `plan.notes` bounds the possible gain.
         time_limit_s: limit of the search once it has a plan; the result then depends on the machine's speed.
         progress: receives the steps of the work. Default: silent.
@@ -133,7 +131,7 @@ def plan(
     """
     progress = progress or Silent()
     check_sizes(world, batch)
-    constraints, chosen, where = read_constraints(fix, include, assume), optimizer_name(optimizer), _cluster(cluster)
+    constraints, chosen, where = read_constraints(fix, assume), optimizer_name(optimizer), _cluster(cluster)
     check_clip(clip_norm)
     check_limit(time_limit_s)
     source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
@@ -172,13 +170,12 @@ def parallelize(
     parameter_groups: Sequence[Mapping[str, Any]] = (),
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
-    include: Iterable[str] = (),
     exact: bool = False,
     time_limit_s: float | None = None,
     seed: int = 0,
     weights: str | os.PathLike[str] | None = None,
     non_finite: str = "raise",
-    compile: bool | str = False,
+    compile: bool | str | None = None,
     watch: Mapping[str, float] | bool = True,
     signed_by: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -187,7 +184,7 @@ def parallelize(
 
     The keywords that are not listed are those of `plan`. Under a launcher only rank 0 searches; the other ranks receive
     its plan. With `plan=`, the plan's cluster, sizes, precision and optimizer apply and may be left out. Nothing is
-    searched then, so fix, include, exact and time_limit_s are refused.
+    searched then, so fix, exact and time_limit_s are refused.
 
     Args:
         model: a module or the result of `trace`; or a model name or folder as on the command line, to build on meta.
@@ -202,7 +199,8 @@ def parallelize(
         weights: folder of safetensors; each rank reads only its slices. Default: `model`, if that is a folder with any.
         non_finite: what all ranks do if the loss or gradient norm of a step is not finite: "raise" RuntimeFault with
             nothing changed, or "skip" the step. With fp16, an overflow is always skipped and halves the loss scale.
-        compile: run blocks through torch.compile, by inductor (True) or a named backend. Implied by compiled kernels.
+        compile: run blocks through torch.compile, by inductor (True) or a named backend, or not (False). Default: where
+            the plan has compiled kernels and the ranks' devices, GPUs or CPUs, are of the planned type.
         watch: time limits in seconds for other ranks, such as `{"silent_s": 8, "slow_s": 30, "stuck_s": 600}`. A rank
             that dies or stops ends the job on all ranks with the cause; a slow one is reported. False: no watching.
         signed_by: file of a public key; the plan must hold a certificate signed with the matching private key.
@@ -221,11 +219,10 @@ def parallelize(
             raise PlanError("world was not given", where="world", fix="pass world=, or start under torchrun")
     check_sizes(world, batch)
     check_limit(time_limit_s)
-    include = [include] if isinstance(include, str) else list(include)
     where = None if cluster is None and plan is not None else _cluster(cluster)
     if plan is not None:
         plan.check_world(world)
-        check_nothing_to_search(fix=fix, include=include, exact=exact, time_limit_s=time_limit_s)
+        check_nothing_to_search(fix=fix, exact=exact, time_limit_s=time_limit_s)
         check_as_planned(plan, cluster=where, batch=batch, seq=seq, precision=precision, optimizer=optimizer)
     if running is not None and running != world:
         raise PlanError(
@@ -241,7 +238,8 @@ def parallelize(
     chosen = optimizer_name(optimizer, optimizer_options)
     if plan is None:
         assert where is not None
-        constraints = read_constraints({"kernels": "compiled", **(fix or {})} if compile else fix, include)
+        kernels = {} if compile is None else {"kernels": "compiled" if compile else "eager"}
+        constraints = read_constraints({**kernels, **(fix or {})})
         source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
         source = source.for_batch(samples_of(batch, world))
         make = partial(
@@ -273,7 +271,7 @@ def parallelize(
         program = make_program(source, plan, read_sharding(source, plan))
     recheck(plan, program, None if signed_by is None else Path(signed_by))
     options = dict(optimizer_options or {})
-    backend = compile if isinstance(compile, str) else DEFAULT * (compile or plan.method.kernels == "compiled")
+    backend = compile if isinstance(compile, str) or compile is None else DEFAULT * compile
     parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite, backend, stored)
     if running is not None:
         from autoptd.runtime.comm.processes import connect_processes

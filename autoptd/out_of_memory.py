@@ -133,7 +133,7 @@ def what_would_fit(plan: Plan, source: TracedModel, account: Account, stage: int
                 batch=plan.batch,
                 precision=plan.precision,
                 optimizer=plan.optimizer,
-                constraints=read_constraints({**_chosen_by(plan), **change}, ()),
+                constraints=read_constraints({**_chosen_by(plan), **change}),
                 progress=Silent(),
                 time_limit_s=1.0,
             )

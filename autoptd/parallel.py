@@ -35,9 +35,8 @@ from autoptd.runtime.loss_scaling import LossScale
 from autoptd.runtime.optimizers.groups import ParameterGroup
 from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
-from autoptd.runtime.torch_compile import check_backend, compile_stage
+from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage
 from autoptd.runtime.trainer import Trainer
-from autoptd.schedule import training_step
 from autoptd.text import printable
 
 if TYPE_CHECKING:
@@ -65,10 +64,13 @@ class Parallel:
         seed: int,
         groups: Sequence[ParameterGroup] = (),
         non_finite: str = "raise",
-        backend: str = "",
+        backend: str | None = "",
         weights: Mapping[str, Stored] | None = None,
     ) -> None:
-        """Raise PlanError if the blocks cannot run under torch.compile's `backend`; empty: they are not compiled."""
+        """Raise PlanError if the blocks cannot run under torch.compile's `backend`.
+
+        Empty: they are not compiled; None: on devices of the planned type they have the planned kernels.
+        """
         self.plan = plan
         self._weights = weights
         self.program = program
@@ -81,7 +83,7 @@ class Parallel:
         self._non_finite = non_finite
         self._backend = backend
         if backend:
-            _check_compilable(plan, backend)
+            check_backend(backend, plan.schedule.kind)
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # the last step's
         self._meter = meter_of(plan)
@@ -121,6 +123,13 @@ class Parallel:
         """Mesh, microbatches, and the placement of each tensor: the part of the plan that the runtime reads."""
         return make_layout(self._source, self.plan)
 
+    def _backend_on(self, device: torch.device) -> str:
+        """Return the torch.compile backend of the stages on a device; empty: they are not compiled."""
+        if self._backend is not None:
+            return self._backend
+        planned = self.plan.method.kernels == "compiled" and device.type == self.plan.cluster.device.kind
+        return DEFAULT if planned else ""
+
     def initial_values(self, stages: Collection[int] | None = None) -> dict[str, Tensor | Stored]:
         """Return full parameters and buffers of some stages, or of all, by original name.
 
@@ -145,8 +154,10 @@ class Parallel:
         with torch.device("meta"):
             axes = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key, **axes) for index in held]
-        for stage in stages if self._backend else ():
-            compile_stage(stage, self._backend)
+        if backend := self._backend_on(communicators.device):
+            check_backend(backend, self.plan.schedule.kind, communicators.device)
+            for stage in stages:
+                compile_stage(stage, backend)
         self._communicators = communicators
         self._resident = resident_bytes()
         self._trainer = Trainer(
@@ -386,14 +397,3 @@ class _Rank:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-
-
-def _check_compilable(plan: Plan, backend: str) -> None:
-    check_backend(backend)
-    how = plan.schedule
-    if any(action.kind == "W" for action in training_step(how.kind, plan.mesh.pp, how.microbatches, how.virtual)[0]):
-        raise PlanError(
-            f"the {how.kind} schedule splits backward passes into B and W, which compiled blocks cannot do",
-            where="compile",
-            fix="plan with another schedule, or leave out compile=",
-        )

@@ -1,7 +1,7 @@
 """Each bound and heuristic of the search switched off in turn: its effect on the plan, the gap and the time.
 
 python -m benchmarks.ablation llama3-70b gpt3-175b --world 64
-python -m benchmarks.ablation llama3-8b --world 16 --include all
+python -m benchmarks.ablation llama3-8b --world 16
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError
 from autoptd.models.load import load_model
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_constraints
+from autoptd.search.constraints.options import DIMENSIONS, read_constraints
 from autoptd.search.planner import Planner
 from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.task import Task
@@ -42,7 +42,7 @@ SWITCHES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "no bound of measured cuts": {"_bound_measured": lambda planner, entry: entry.bound_s},
     "no refinement": {"_refine": _unrefined},
     "no memory-saving splits": {"space": Planner.candidates},
-    "no first plan": {"_find_first": lambda planner, entries: None},
+    "plain meshes not first": {"_place": lambda planner, i, s: (True, s, -planner._entries[i].step, i)},
     "no bound of families": {"_bound_family": lambda planner, entry: entry.bound_s},
 }
 
@@ -82,10 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--world", type=int, default=64)
     parser.add_argument("--cluster", default="dgx-h100")
-    parser.add_argument("--include", nargs="*", default=[], help="dimensions to search beyond the usual, or all")
+    parser.add_argument("--search", nargs="*", choices=DIMENSIONS, help="dimensions to search beside meshes (all)")
     parser.add_argument("--time-limit", type=float, default=300.0, metavar="S", help="seconds of one search")
     given = parser.parse_args(arguments)
-    constraints, cluster = read_constraints({}, given.include), Cluster.load(given.cluster)
+    constraints, cluster = read_constraints({}).on("cuda"), Cluster.load(given.cluster)
+    if given.search is not None:
+        constraints = constraints.searching(*given.search)
     for name in given.models:
         model = autoptd.trace(load_model(name)[0])
         task = Task(

@@ -22,7 +22,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, DoesNotFit, PlanError
 from autoptd.models import load_model
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_constraints
+from autoptd.search.constraints.options import DIMENSIONS, read_constraints
 from autoptd.search.planner import Planner, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "search"))
@@ -47,7 +47,7 @@ class Compared:
     all_cpu_s: float
     chosen: str = ""
     considered: int = 0
-    include: tuple[str, ...] = ()
+    dimensions: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -104,16 +104,16 @@ def small(seed: int, effort: int | None = None) -> Compared | None:
     started = time.process_time()
     best_s, plans = least_seconds(planner)
     all_cpu_s = time.process_time() - started
-    include = tuple(sorted(task.constraints.include))
-    name = f"{seed} {model.name} on {task.world} {'+'.join(include)}"
-    return Compared(name, found_s, best_s, gap, plans, search_cpu_s, all_cpu_s, chosen, considered, include)
+    dimensions = tuple(sorted(task.constraints.searched))
+    name = f"{seed} {model.name} on {task.world} {'+'.join(dimensions)}"
+    return Compared(name, found_s, best_s, gap, plans, search_cpu_s, all_cpu_s, chosen, considered, dimensions)
 
 
-def shipped(name: str, world: int, cluster: str, seq: int | None = None, include: Sequence[str] = ()) -> Compared:
+def shipped(name: str, world: int, cluster: str, seq: int | None = None, dimensions: Sequence[str] = ()) -> Compared:
     """Compare the search with every candidate of a shipped model, each with its own splits ILP and best cut."""
     module, _ = load_model(name)
     model = trace(module, seq=seq)
-    constraints = read_constraints({}, include)
+    constraints = read_constraints({}).searching(*dimensions)
     task = Task(model.folded, Cluster.load(cluster), world, SAMPLES * world, model.sizes, "bf16", "adamw", constraints)
     found_s, gap, chosen, search_cpu_s = searched(task, model)
     planner, started = Planner(replace(task, effort=None), Silent(), model.known), time.process_time()
@@ -126,14 +126,14 @@ def shipped(name: str, world: int, cluster: str, seq: int | None = None, include
         except AutoptdError:
             continue
     all_cpu_s = time.process_time() - started
-    title = f"{name} on {world} × {cluster} {'+'.join(include)}"
+    title = f"{name} on {world} × {cluster} {'+'.join(dimensions)}"
     return Compared(
-        title, found_s, best_s, gap, simulated, search_cpu_s, all_cpu_s, chosen, len(considered), tuple(include)
+        title, found_s, best_s, gap, simulated, search_cpu_s, all_cpu_s, chosen, len(considered), tuple(dimensions)
     )
 
 
 def summary(results: Sequence[Compared]) -> Iterator[str]:
-    """Yield the report: tasks where the search is optimal, the worst excess, and counts per included dimension."""
+    """Yield the report: tasks where the search is optimal, the worst excess, and counts per dimension."""
     fitting = [r for r in results if r.fits]
     equal = [r for r in results if abs(r.excess) <= EQUAL or r.excess < 0]
     yield (
@@ -144,10 +144,10 @@ def summary(results: Sequence[Compared]) -> Iterator[str]:
     plans = sum(r.plans for r in results)
     search_s, all_s = (sum(getattr(r, n) for r in results) for n in ("search_cpu_s", "all_cpu_s"))
     yield f"{plans:,} plans simulated in {all_s:.0f} CPU seconds; the search took {search_s:.0f}"
-    counts = Counter(dimension for r in results for dimension in r.include or ("nothing",))
-    good = Counter(dimension for r in equal for dimension in r.include or ("nothing",))
+    counts = Counter(dimension for r in results for dimension in r.dimensions or ("nothing",))
+    good = Counter(dimension for r in equal for dimension in r.dimensions or ("nothing",))
     if counts.keys() - {"nothing"}:
-        yield "included: " + ", ".join(f"{name} {good[name]}/{n}" for name, n in sorted(counts.items()))
+        yield "searched: " + ", ".join(f"{name} {good[name]}/{n}" for name, n in sorted(counts.items()))
 
 
 def run(results: Iterable[Compared | None]) -> bool:
@@ -171,11 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shipped", nargs="*", metavar="NAME", help=f"shipped models ({', '.join(SHIPPED)})")
     parser.add_argument("--world", type=int, default=64, metavar="N", help="devices, for shipped models (64)")
     parser.add_argument("--cluster", default="dgx-h100", help="of shipped models (%(default)s)")
-    parser.add_argument("--include", nargs="*", default=(), metavar="DIMENSION", help="of shipped models; or all")
+    parser.add_argument("--search", nargs="*", default=(), choices=DIMENSIONS, help="beside meshes, of shipped models")
     chosen = parser.parse_args(argv)
     if chosen.shipped is not None:
         names = chosen.shipped or SHIPPED
-        return not run(shipped(n, chosen.world, chosen.cluster, include=chosen.include) for n in names)
+        return not run(shipped(n, chosen.world, chosen.cluster, dimensions=chosen.search) for n in names)
     return not run(small(seed, chosen.effort) for seed in range(chosen.first, chosen.first + chosen.seeds))
 
 

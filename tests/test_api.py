@@ -22,7 +22,8 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.planner import Planner
 
-EIGHT: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "batch": 8, "fix": {"tp": 8, "micro": 1}}
+EAGER = {"tp": 8, "micro": 1, "kernels": "eager"}
+EIGHT: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "batch": 8, "fix": EAGER}
 PAIR = {"all_gather": 2, "reduce_scatter": 2}
 
 
@@ -142,8 +143,8 @@ def traced() -> autoptd.TracedModel:
 
 
 SEARCHED: list[dict[str, Any]] = [
-    {"include": "all"},
-    {"include": ["virtual", "zero"], "exact": True},
+    {},
+    {"exact": True, "fix": {"pp": 1}},
     {"time_limit_s": 60},
 ]
 

@@ -2,9 +2,8 @@
 
     cost of a pin = step time as asked - step time without the pin
 
-If the search covers what a pin fixes, its cost is never negative, as far as the search is exact. It can be negative if
-the pin allows what is not searched by default (ZeRO-3, say). Pins such as `kernels` are execution options that are
-never searched: without the pin the default applies, and the cost compares the two.
+If the search covers what a pin fixes, its cost is never negative, as far as the search is exact. Pins such as `kernels`
+are execution options that are never searched: without the pin the default applies, and the cost compares the two.
 """
 
 from __future__ import annotations
@@ -21,18 +20,9 @@ from autoptd.explain.tables import WIDTH, columns, render, seconds, section, sig
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
-# Options that are searched if not fixed: always, or if one of these dimensions is included.
-_ALWAYS = {
-    *("cuts", "dp", "headroom", "max_tp", "micro", "pp", "recompute"),
-    *("sequence_parallel", "splits"),
-    "stages",
-}
-_ALWAYS |= {"tp", "whole", "zero"}
-_INCLUDED = {
-    "cp": {"cp"},
-    "schedule": {"virtual", "zero-bubble", "zero-bubble-v"},
-    "shards": {"shards"},
-    "virtual": {"virtual"},
+_SEARCHED = {  # options that are searched if not fixed
+    *("cp", "cuts", "dp", "ep", "etp", "headroom", "max_tp", "micro", "pp", "recompute", "schedule"),
+    *("sequence_parallel", "shards", "splits", "stages", "tp", "virtual", "whole", "zero"),
 }
 _SAME = 5e-4  # of a step: a smaller difference is reported as none
 
@@ -129,7 +119,7 @@ def pin_costs(query: PlanQuery, chosen: Plan, progress: Progress | None = None) 
     chosen: the plan of `query`. Raises what planning raises, except DoesNotFit and PlanError, which are answers.
     """
     progress, pins = progress or Silent(), tuple(pins_of(query.fix))
-    choices = tuple(pin for pin in pins if _is_searched(pin.name, query))
+    choices = tuple(pin for pin in pins if pin.name in _SEARCHED)
     groups: list[tuple[tuple[Pin, ...], str]] = [((pin,), pin.text) for pin in pins]
     groups += [(choices, "all that are searched"), (pins, "all constraints")]
     rows: list[DroppedPins] = []
@@ -138,14 +128,8 @@ def pin_costs(query: PlanQuery, chosen: Plan, progress: Progress | None = None) 
             continue
         with progress.stage(f"plan without {what}"):
             found = _answer(query, group)
-        rows.append(DroppedPins(group, what, all(_is_searched(pin.name, query) for pin in group), chosen, found))
+        rows.append(DroppedPins(group, what, all(pin.name in _SEARCHED for pin in group), chosen, found))
     return rows
-
-
-def _is_searched(name: str, query: PlanQuery) -> bool:
-    include = query.options.get("include", ())
-    included = {include} if isinstance(include, str) else set(include)
-    return name in _ALWAYS or (name in _INCLUDED and ("all" in included or bool(_INCLUDED[name] & included)))
 
 
 def _answer(query: PlanQuery, dropped: Sequence[Pin]) -> Plan | AutoptdError:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.answers.pareto import needed_by_stage, needed_bytes
 from autoptd.answers.query import PlanQuery
 from autoptd.answers.sweep import shown
 from autoptd.cost_models.cluster import Cluster
@@ -54,12 +53,14 @@ class Conflict:
     """A minimal set of conflicting pins, with remedies.
 
     pins: name -> text; empty if nothing fits even without pins. minimal: whether the filter finished. least_memory: the
-    plan that needs the least memory, as far as the search got. untried: remedies that were not tried for lack of time.
+    plan that needs the least memory, as far as the search got; least_bytes: what each of its devices must have.
+    untried: remedies that were not tried for lack of time.
     """
 
     pins: Mapping[str, str]
     minimal: bool
     least_memory: Plan | None
+    least_bytes: tuple[int, ...]
     device_bytes: int
     remedies: tuple[Remedy, ...]
     untried: tuple[str, ...]
@@ -67,8 +68,7 @@ class Conflict:
     @property
     def missing_bytes(self) -> list[int]:
         """The shortfall of each pipeline rank of the plan that needs the least memory."""
-        stages = [] if self.least_memory is None else needed_by_stage(self.least_memory)
-        return [max(0, needed - self.device_bytes) for needed in stages]
+        return [max(0, nbytes - self.device_bytes) for nbytes in self.least_bytes]
 
     def to_data(self) -> dict[str, Any]:
         """Return the conflict as JSON data, in seconds and bytes."""
@@ -127,11 +127,12 @@ def conflict(
     if least_memory is None:
         untried += ("more memory per device",)
     elif not any(remedy.kind == HARDWARE and remedy.what.startswith("devices") for remedy in remedies):
-        what = f"devices of {math.ceil(10 * needed_bytes(least_memory) / 2**30) / 10:.1f} GiB"
+        what = f"devices of {math.ceil(10 * max(query.device_bytes(least_memory)) / 2**30) / 10:.1f} GiB"
         remedies = (*remedies, Remedy(what, HARDWARE, least_memory))
     ordered = tuple(sorted(remedies, key=lambda r: (r.kind, r.plan.predicted.step_time_s)))
     memory = query.cluster.device.memory_bytes
-    return Conflict({name: pins[name] for name in blamed}, minimal, least_memory, memory, ordered, untried)
+    least = () if least_memory is None else tuple(query.device_bytes(least_memory))
+    return Conflict({name: pins[name] for name in blamed}, minimal, least_memory, least, memory, ordered, untried)
 
 
 def _filtered(query: PlanQuery, pins: list[str], timed: _Clock) -> tuple[list[str], bool]:
@@ -257,7 +258,7 @@ def _least_memory_plan(query: PlanQuery, timed: _Clock) -> Plan | None:
             least *= 2
         for _ in range(_HALVINGS if found is not None else 0):
             assert found is not None
-            middle = (least + needed_bytes(found)) // 2
+            middle = (least + max(query.device_bytes(found))) // 2
             better = timed.plan(query.with_memory(middle))
             if better is None:
                 least = middle

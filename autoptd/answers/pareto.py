@@ -1,9 +1,9 @@
 """The trade-off of step time against memory: the fastest plan for less and less device memory.
 
 Each plan is made for devices with slightly less memory than the previous plan needs, until nothing fits. Points that
-another one beats in both time and memory are left out. The memory needed is what decides whether a plan fits: it
-includes the minimum that the allocator keeps free, not the usual amount, which `explain` shows as overhead. Each point
-needs at least 8 % less than the one before, so that a hundred layers do not make a hundred points.
+another one beats in both time and memory are left out. What a device must have includes the headroom that is left for
+the error of the prediction. Each point needs at least 8 % less than the one before, so that a hundred layers do not
+make a hundred points.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoptd.answers.query import PlanQuery
-from autoptd.cost_models.memory import Memory
 from autoptd.errors import DoesNotFit
 from autoptd.explain.choices import changes, short
 from autoptd.explain.tables import GIB, WIDTH, columns, gib, render, seconds, section
@@ -30,10 +29,12 @@ _POINTS = 30  # plans made, at most
 class Frontier:
     """Non-dominated plans, from the fastest to the one with the least memory.
 
-    refused_bytes: device memory with which nothing fits. complete: false if a limit of time or plans came first.
+    device_bytes: memory that a device must have for each. refused_bytes: that with which nothing fits. complete: false
+    if a limit of time or plans came first.
     """
 
     points: tuple[Plan, ...]
+    device_bytes: tuple[int, ...]
     refused_bytes: int | None
     complete: bool
 
@@ -45,24 +46,14 @@ class Frontier:
                     "plan": short(plan),
                     "step_time_s": plan.predicted.step_time_s,
                     "tokens_per_s": plan.predicted.tokens_per_s,
-                    "needed_bytes": needed_bytes(plan),
+                    "device_bytes": nbytes,
                     "changes": changes(before, plan) if before else [],
                 }
-                for before, plan in zip((None, *self.points), self.points, strict=False)
+                for before, plan, nbytes in zip((None, *self.points), self.points, self.device_bytes, strict=False)
             ],
             "refused_bytes": self.refused_bytes,
             "complete": self.complete,
         }
-
-
-def needed_by_stage(plan: Plan) -> list[int]:
-    """Return the bytes that a device of each pipeline rank must have for the plan to fit."""
-    return [Memory(**row).needed for row in plan.predicted.memory]
-
-
-def needed_bytes(plan: Plan) -> int:
-    """Return the bytes that every device must have: those of the fullest rank."""
-    return max(needed_by_stage(plan))
 
 
 def frontier(
@@ -74,11 +65,15 @@ def frontier(
 ) -> Frontier:
     """Return the fastest plan for each device memory. Raises DoesNotFit if nothing fits in all of the memory."""
     progress, started = progress or Silent(), clock()
+
+    def most(plan: Plan) -> int:
+        return max(query.device_bytes(plan))
+
     with progress.stage("plan with all memory"):
         found = [query.plan()]
     refused, complete = None, False
     while len(found) < _POINTS and clock() - started <= time_limit_s:
-        limit = math.floor(needed_bytes(found[-1]) * (1 - _STEP))
+        limit = math.floor(most(found[-1]) * (1 - _STEP))
         if limit <= query.cluster.device.context_bytes:
             complete = True
             break
@@ -88,26 +83,27 @@ def frontier(
             except DoesNotFit:
                 refused, complete = limit, True
                 break
-    return Frontier(_undominated(found), refused, complete)
+    kept = _undominated(found, most)
+    return Frontier(kept, tuple(map(most, kept)), refused, complete)
 
 
-def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+def _undominated(plans: Sequence[Plan], device_bytes: Callable[[Plan], int]) -> tuple[Plan, ...]:
     """Return the plans sorted by step time, of which each needs less memory than every faster one."""
     kept: list[Plan] = []
-    for plan in sorted(plans, key=lambda p: (p.predicted.step_time_s, needed_bytes(p))):
-        if not kept or needed_bytes(plan) < needed_bytes(kept[-1]):
+    for plan in sorted(plans, key=lambda p: (p.predicted.step_time_s, device_bytes(p))):
+        if not kept or device_bytes(plan) < device_bytes(kept[-1]):
             kept.append(plan)
     return tuple(kept)
 
 
 def pareto_text(title: str, found: Frontier, width: int = WIDTH) -> str:
     """Return a table with a row per point and its changes from the row above."""
-    table = columns("needs, GiB>", "step>", "slower>", "changes", gap=1 if width < WIDTH else 2)
+    table = columns("device, GiB>", "step>", "slower>", "changes", gap=1 if width < WIDTH else 2)
     fastest = found.points[0]
-    for before, plan in zip((None, *found.points), found.points, strict=False):
+    for before, plan, nbytes in zip((None, *found.points), found.points, found.device_bytes, strict=False):
         slower = plan.predicted.step_time_s / fastest.predicted.step_time_s - 1
         what = short(plan) if before is None else ", ".join(changes(before, plan))
-        cells = [f"{needed_bytes(plan) / GIB:.1f}", seconds(plan.predicted.step_time_s)]
+        cells = [f"{nbytes / GIB:.1f}", seconds(plan.predicted.step_time_s)]
         table.add_row(*cells, f"{slower:+.1%}" if before else "", what)
     ends = [] if found.refused_bytes is None else [f"nothing fits in {gib(found.refused_bytes)}"]
     ends += [] if found.complete else ["less memory was not tried: the limit of time or of plans was reached"]

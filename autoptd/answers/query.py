@@ -13,6 +13,7 @@ from typing import Any
 import autoptd.api
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import HEADROOM, Memory
 from autoptd.errors import InputsError
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.plans.model import Plan
@@ -64,6 +65,11 @@ class PlanQuery:
                 others = {n: v for n, v in query.fix.items() if n != name}
                 query = replace(query, fix=others if value is None else others | {name: value})
         return query
+
+    def device_bytes(self, plan: Plan) -> list[int]:
+        """Return the memory that a device of each pipeline rank must have for a plan to fit, headroom included."""
+        free = self.fix.get("headroom", HEADROOM)
+        return [math.ceil(Memory(**row).needed / (1 - free)) for row in plan.predicted.memory]
 
     def within(self, seconds: float) -> PlanQuery:
         """Return the query with at most `seconds` of search after the first plan."""

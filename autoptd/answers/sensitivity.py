@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.answers.pareto import needed_bytes
 from autoptd.answers.query import PlanQuery
 from autoptd.answers.reprice import step_time_on
 from autoptd.answers.sweep import reason
@@ -125,7 +124,7 @@ def _reaction(query: PlanQuery, chosen: Plan, what: str, factor: float, cluster:
         best = query.with_changes(cluster=cluster).plan()
     except DoesNotFit as error:
         best = error
-    fits = needed_bytes(chosen) <= cluster.device.memory_bytes
+    fits = max(query.device_bytes(chosen)) <= cluster.device.memory_bytes
     chosen_s = step_time_on(chosen, query.traced, cluster) if fits else None
     return Reaction(what, factor, chosen, best, chosen_s)
 

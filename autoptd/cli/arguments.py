@@ -47,15 +47,6 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "max_tp": int,
     "headroom": float,
 }
-INCLUDABLE = (
-    "cp",
-    "recompute",
-    "shards",
-    "virtual",
-    "zero",
-    "zero-bubble",
-    "zero-bubble-v",
-)  # values of `--include`, besides `all`
 COUNTED = ("world", "batch", "seq")  # `--sweep` accepts these too: numbers from 1,
 NAMED = ("cluster",)  # and names
 SWEPT = (*COUNTED, *NAMED, *FIXABLE)
@@ -137,7 +128,7 @@ def _fixed_value(name: str, value: str) -> object:
         return value
     if name == "headroom":
         return _share(name, value)
-    least = 0 if name == "zero" else 1
+    least = 0 if name in ("shards", "zero") else 1
     if not value.isascii() or not value.isdecimal() or int(value) < least:
         raise argparse.ArgumentTypeError(f"{name} is a whole number from {least}, not {value!r}")
     return kind(value)
@@ -151,16 +142,6 @@ def _share(name: str, value: str) -> float:
     if not 0 <= share < 1:
         raise argparse.ArgumentTypeError(f"{name} is a fraction, at least 0 and less than 1, not {value!r}")
     return share
-
-
-def read_include(text: str) -> tuple[str, ...]:
-    """Parse `cp,virtual` or `all`. Raises argparse.ArgumentTypeError for a name that cannot be included."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    known = (*INCLUDABLE, "all")
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} cannot be included; {nearest(name, known)}")
-    return names
 
 
 def read_split(text: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ DONE, NO = 0, 1
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Print a plan; with `--memory` its memory formulas, with `--op` the alternatives to one choice."""
-    from autoptd.explain.plan import explain, headline, prediction
+    from autoptd.explain.plan import explain, fullest_rank, headline, prediction
     from autoptd.plans.model import Plan
 
     if arguments.memory and arguments.op:
@@ -31,7 +31,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if arguments.op:
         return _op(arguments, plan)
     if arguments.json:
-        print_json({"headline": headline(plan), "prediction": prediction(plan), "plan": json.loads(plan.to_json())})
+        texts = {"headline": headline(plan), "prediction": prediction(plan), "memory": fullest_rank(plan)}
+        print_json({**texts, "plan": json.loads(plan.to_json())})
     else:
         show(explain(plan, width(), arguments.all))
     return DONE

@@ -22,7 +22,6 @@ from typing import NoReturn
 from autoptd.cli import checkpoint, doctor
 from autoptd.cli.arguments import (
     FIXED,
-    INCLUDABLE,
     SCHEDULE_KINDS,
     SWEPT,
     Together,
@@ -32,7 +31,6 @@ from autoptd.cli.arguments import (
     price,
     read_assume,
     read_fix,
-    read_include,
     read_split,
     read_sweep,
     seconds,
@@ -340,13 +338,6 @@ def _add_constraints(plan: argparse.ArgumentParser) -> None:
         action="append",
         metavar="PATTERN",
         help="modules that are split neither by tp nor across stages; repeatable",
-    )
-    plan.add_argument(
-        "--include",
-        type=read_include,
-        metavar="NAME,…",
-        default=(),
-        help=f"dimensions to search besides the default ones: {', '.join(INCLUDABLE)}, or all",
     )
     plan.add_argument("--exact", action="store_true", help="search until no better plan can exist; for small models")
     plan.add_argument("--time-limit", type=seconds, metavar="S", help="seconds to search after the first plan is found")

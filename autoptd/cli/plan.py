@@ -95,7 +95,7 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     clusters = [Cluster.load(name) for name in swept.get("cluster", (arguments.cluster,)) if name]
     cluster = clusters[0] if clusters else default_cluster()
     fix, assume = by_keyword(arguments.fix)
-    read_constraints(fix, arguments.include, assume)
+    read_constraints(fix, assume)
     seq = max(swept["seq"]) if "seq" in swept else arguments.seq
     averaging = arguments.loss_averaging
     traced = autoptd.api.trace(
@@ -105,7 +105,6 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     batch = arguments.batch or 8 * world  # the same at every point of a sweep over devices
     options = {
         "optimizer": arguments.optimizer,
-        "include": arguments.include,
         "exact": arguments.exact,
         "time_limit_s": arguments.time_limit,
     }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from autoptd.codegen.blocks import name_blocks
-from autoptd.compile.notes import answer_notes, device_of
+from autoptd.compile.notes import answer_notes, device_of, memory_notes
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
@@ -57,7 +57,7 @@ def make_plan(
 
     batch: samples per step over all ranks; None for 8 × world. exact: search without a limit on effort.
     """
-    notes = list(source.notes)
+    notes, constraints = list(source.notes), constraints.on(cluster.device.kind)
     size = samples_of(batch, world)
     notes += [] if batch is not None else [f"batch was not given: 8 × world = {size} samples"]
     notes += idle_notes(constraints, world)
@@ -79,6 +79,7 @@ def make_plan(
     name_blocks(source.folded)  # raises TraceError for names that clash with those of emitted modules
     answer = Planner(task, progress, source.known).answer()
     notes += pin_notes(source.folded, constraints, answer.staged.candidate.tp)
+    notes += memory_notes(answer.staged, cluster)
     notes += answer_notes(source, answer)
     return _to_plan(source, task, answer, tuple(notes))
 
@@ -171,7 +172,7 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
         step_time_s=staged.seconds,
         tokens_per_s=tokens / staged.seconds,
         mfu=flop / (staged.seconds * peak),
-        memory_bytes=int(max(m.total for m in staged.memory)),
+        memory_bytes=int(max(m.needed for m in staged.memory)),
         time_s=parts,
         memory=tuple({k: int(v) for k, v in m.to_data().items()} for m in staged.memory),
         model_flops_per_step=flop,

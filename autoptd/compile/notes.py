@@ -10,6 +10,7 @@ from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.dispatch import MEDIAN, QUANTILE, fullest
+from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.errors import PlanError
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.graph import infos
@@ -88,6 +89,22 @@ def whole_notes(staged: Staged) -> list[str]:
     return [
         f"{text}, each at one of the ranks of its stage: {moved:,} elements are brought together per step and sent "
         f"back, {1e3 * seconds:,.3g} ms with the products of the update, {memory / 2**20:,.0f} MiB meanwhile on a rank"
+    ]
+
+
+def memory_notes(staged: Staged, cluster: Cluster) -> list[str]:
+    """Return a warning if a rank is not sure to have enough memory."""
+    found = []
+    for rank, memory in enumerate(staged.memory):
+        device = cluster.pools[staged.candidate.pools[rank] if staged.candidate.pools else 0].device
+        if memory.needed * MOST_MEASURED > device.memory_bytes:
+            found.append((memory.needed / device.memory_bytes, memory.needed, device.memory_bytes))
+    if not found:
+        return []
+    _, needed, whole = max(found)
+    return [
+        f"may run out of memory: the fullest rank is predicted to need {needed / 2**30:.1f} of {whole / 2**30:.1f} "
+        f"GiB, and with {CONFIDENCE:.0%} confidence less than {MOST_MEASURED * needed / 2**30:.1f} GiB"
     ]
 
 

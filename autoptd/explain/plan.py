@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.explain.choices import choices, recompute_text
 from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
 from autoptd.plans.data import PlanData
@@ -50,6 +51,7 @@ def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
         Text(headline(plan)),
         Text(steps(plan)),
         Text(prediction(plan)),
+        Text(fullest_rank(plan)),
         Text(method(plan)),
         *section("Time of one step", _time_table(plan)),
         *section("Memory of one rank in each stage, GiB", _memory_table(plan, width, all)),
@@ -95,11 +97,21 @@ def steps(plan: PlanData) -> str:
 def prediction(plan: PlanData) -> str:
     """Return the prediction of the cost models in one line."""
     predicted = plan.predicted
-    totals = [sum(row.values()) for row in predicted.memory]
-    capacity = plan.device_of(totals.index(max(totals))).memory_bytes
     return (
         f"predicted {seconds(predicted.step_time_s)}/step, {predicted.tokens_per_s:,.0f} tokens/s, "
-        f"MFU {predicted.mfu:.1%}, fullest rank {predicted.memory_bytes / GIB:.1f} of {capacity / GIB:.1f} GiB"
+        f"MFU {predicted.mfu:.1%}"
+    )
+
+
+def fullest_rank(plan: PlanData) -> str:
+    """Return the memory that the fullest rank needs, with how sure that is."""
+    needed = [sum(row.values()) for row in plan.predicted.memory]
+    most = max(needed)
+    capacity = plan.device_of(needed.index(most)).memory_bytes
+    below = MOST_MEASURED * most
+    return (
+        f"memory {most / GIB:.1f} GiB on the fullest rank, with {CONFIDENCE:.0%} confidence below "
+        f"{below / GIB:.1f} of {capacity / GIB:.1f} GiB{': it may not fit' * (below > capacity)}"
     )
 
 
@@ -169,7 +181,7 @@ def _memory_table(plan: PlanData, width: int, all: bool) -> Table:
     categories = sorted((name for name in peak if peak[name]), key=lambda name: -peak[name])
     long = width >= WIDTH and len(categories) <= 6
     heads = [words(name if long else _SHORT.get(name, name)) for name in categories]
-    table = columns("stage", *(f"{head}>" for head in heads), "total>", "of device>", gap=1)
+    table = columns("stage", *(f"{head}>" for head in heads), "needs>", "of device>", gap=1)
     runs = _runs(rows)
     for first, last, row in _first_rows(runs, all):
         total = sum(row.values())

@@ -32,19 +32,33 @@ from autoptd.ops.recompute import keep, recompute, spare
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.straight_line import PART, split
+from autoptd.schedule import row_of
 
 DEFAULT = "inductor"
 _ON_HOST = ("grouped_mm",)  # reads values on the host
 _PARSER_LOCK = Lock()  # for ranks that are threads: CPython's parser counts recursion depth over all threads
 
 
-def check_backend(backend: str) -> None:
-    """Raise PlanError for a backend that torch does not know."""
+def check_backend(backend: str, schedule: str, device: torch.device | None = None) -> None:
+    """Raise PlanError for a backend that torch does not know, or that cannot run this schedule or on this device."""
     from torch.compiler import list_backends
+    from torch.utils._triton import has_triton
 
     known = list_backends(())
     if backend not in known:
         raise PlanError(f"unknown backend {backend!r}", where="compile", fix=f"give True, or one of {', '.join(known)}")
+    if row_of(schedule).splits_backward:
+        raise PlanError(
+            f"the {schedule} schedule splits backward passes into B and W, which compiled blocks cannot do",
+            where="compile",
+            fix="plan with another schedule, or leave out compile=",
+        )
+    if backend == DEFAULT and device is not None and device.type == "cuda" and not has_triton():
+        raise PlanError(
+            "blocks cannot be compiled: Triton, with which torch.compile makes kernels for a GPU, does not work here",
+            where="compile",
+            fix="install the triton of this torch, or pass compile=False: slower than predicted",
+        )
 
 
 def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:

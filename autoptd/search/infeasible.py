@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import CONFIDENCE, HEADROOM
 from autoptd.errors import AutoptdError, DoesNotFit
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
@@ -92,8 +93,9 @@ def _smallest(items: Sequence[str], possible: Callable[[Sequence[str]], bool]) -
 class Shortfall:
     """The memory that a candidate lacks under the cut whose worst stage exceeds its memory least.
 
-    `stages`: names of the first and last segment of each; `missing_bytes`: 0 for a stage that fits. Devices with
-    `budget_bytes` for state and activations would be enough; so would recomputation if `recompute_fits`.
+    `stages`: names of the first and last segment of each; `missing_bytes`: of a device with its headroom, 0 if a stage
+    fits. Devices with `budget_bytes` for state and activations would be enough; so would recomputation if
+    `recompute_fits`.
     """
 
     candidate: Candidate
@@ -132,6 +134,8 @@ def nothing_fits(
     device = memory.cluster.device
     usable = max(0.0, device.usable_bytes - memory.headroom * device.memory_bytes)
     free = f" if {100 * memory.headroom:.4g} % stays free" if memory.headroom else ""
+    if memory.headroom == HEADROOM and "headroom" not in fixed:
+        free = f", so that it fits with {CONFIDENCE:.0%} confidence"
     return DoesNotFit(
         f"no plan fits: {tried} meshes considered on {world} × {device.name}, "
         f"which have {usable / _GIB:.1f} GiB each for training{free}",
@@ -142,7 +146,7 @@ def nothing_fits(
 
 def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Collection[str]) -> list[str]:
     remedies = ["recompute (leave fix['recompute'] out)"] if closest.recompute_fits else []
-    state, least = memory.state(1).total, memory.least_world()
+    state, least = memory.state(1).state, memory.least_world()
     if least > world:
         remedies.append(
             f"a world of at least {least}: parameters, gradients and optimizer state alone are {state / _GIB:,.0f} GiB"
@@ -151,6 +155,9 @@ def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Colle
         remedies.append("a larger world, or a shorter sequence")
     if fixed:
         remedies.append(f"fixing less than {', '.join(sorted(fixed))}")
+    free_bytes = memory.headroom * memory.cluster.device.memory_bytes
+    if "headroom" not in fixed and max(closest.missing_bytes) * (1 - memory.headroom) <= free_bytes:
+        remedies.append("fixing headroom to 0: then it fits as predicted, but may run out of memory")
     needed = (closest.budget_bytes + memory.cluster.device.context_bytes) / (1 - memory.headroom)
     larger = [n for n in Cluster.names() if Cluster.load(n).device.memory_bytes >= needed]
     which = f" ({', '.join(larger)})" if larger else ""

@@ -43,7 +43,7 @@ class MemoryFilter:
         """Return a lower bound on the bytes of the fullest rank."""
         if (key := c.sharded_state) not in self._bytes:
             states = (
-                self._state(numel, copies.shards if c.shards else copies.ranks, c.zero, frozen=not experts).total
+                self._state(numel, copies.shards if c.shards else copies.ranks, c.zero, frozen=not experts).state
                 for experts, (numel, copies) in enumerate(self.parts(c))
             )
             self._bytes[key] = sum(states) / (c.tp * c.pp)
@@ -51,7 +51,7 @@ class MemoryFilter:
 
     def least_world(self) -> int:
         """Return the number of devices that one copy of the state takes, rounded up to whole nodes beyond one node."""
-        devices = math.ceil(self.state(1).total / self.cluster.device.usable_bytes)
+        devices = math.ceil(self.state(1).state / self.cluster.device.usable_bytes)
         node = self.cluster.gpus_per_node
         return devices if not node or devices <= node else math.ceil(devices / node) * node
 

@@ -151,20 +151,21 @@ def _with_cp(limits: MeshLimits, choices: Mapping[str, int | str], cp: int) -> I
         _check_together(alone, choices)
     for mesh in _meshes(alone, choices):
         for option in _options(alone, choices, *mesh):
-            yield from _ways(alone, replace(option, cp=cp), strict="micro" not in choices)
+            yield from _ways(alone, replace(option, cp=cp), strict="micro" not in choices or len(limits.schedules) > 1)
 
 
 def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]:
     """Yield `c` with every schedule, number of chunks and sharding group that its mesh allows.
 
     Without a pipeline all schedules but GPipe coincide, and only the first of them is listed. `strict`: drop microbatch
-    counts that a schedule refuses; False if the user fixed the microbatch, so that the schedule's error is raised."""
+    counts that a schedule refuses; False if the user fixed both, so that the schedule's error is raised."""
     groups = [n for n in limits.shards if n == 0 or (c.zero and n < c.dp * c.cp and c.dp * c.cp % n == 0)]
     alone = c.pp == 1 and len(limits.schedules) > 1
     for schedule in [s for s in limits.schedules if not alone or s in (limits.schedules[0], "gpipe")]:
         row = row_of(schedule)
         for virtual in (row.chunks,) if row.chunks else [v for v in limits.virtuals if v > 1]:
-            most = limits.segments if row.chunks or len(limits.virtuals) == 1 else limits.chunks or limits.segments
+            searched = not row.chunks and len(limits.virtuals) > 1
+            most = min(limits.segments, limits.chunks or limits.segments) if searched else limits.segments
             if virtual > 1 and c.pp * virtual > most:
                 continue
             if row.groups and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):

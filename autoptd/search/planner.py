@@ -10,9 +10,10 @@
               ──► cut into stages, and simulated by the action lists that will run unless a bound excludes it
               ──► refined: all other cuts whose bound is below the best, where they are few
 
-Candidates wait in one queue, ordered by the best lower bound known of each. The first one takes its next step and
-goes back into the queue. When the first bound is not below the best simulated time, the search is over. The gap is
-measured from the least bound of the candidates that were not examined in full.
+Candidates wait in one queue, ordered by the best lower bound known of each, and plain meshes before all others. The
+first one takes its next step and goes back into the queue. When the first bound is not below the best simulated time,
+the search is over, and unless it is exact, once so many of the others were simulated. The gap is measured from the
+least bound of the candidates that were not examined in full.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from autoptd.search.task import candidate_space
 
 _CUT = 3  # steps before the bounds that read memory, which take longer
 _SIMULATED = _CUT + 3  # steps before the simulation
-_FIRST = 8  # candidates of each tp that are tried for a first plan
+_VARIED = 64  # candidates beyond plain meshes that are cut and simulated, unless the search is exact
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
 _COST_MEMORY = {"cuts", "headroom", "max_tp", "splits", "whole"}  # constraints, beside meshes, that may cost memory
 _NEVER = float("inf")
+_Place = tuple[bool, float, int, int]  # in the queue: whether it is not plain, its bound, -step, and index
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Planner:
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
         self._too_large: list[_Entry] = []  # those that do not fit
         self._effort = Effort(task.effort)
-        self._visited = 0
+        self._visited = self._simulated = 0
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for impossible constraints, DoesNotFit where nothing fits."""
@@ -151,26 +153,27 @@ class Planner:
         self._sharded_state = {e.candidate: e for e in entries if e.candidate.zero == 1 and not e.candidate.shards}
         for e in entries:
             self._families.setdefault(e.candidate.family, []).append(e.candidate)
-        self._find_first(entries)
         saving = ((i, e.candidate) for i, e in enumerate(entries) if e.candidate.memory_saving)
         dormant = {replace(c, memory_saving=False): i for i, c in saving}
-        left = ((i, e) for i, e in enumerate(entries) if e.step < len(self._steps))
-        queue = [(e.bound_s, 0, i) for i, e in left if not e.candidate.memory_saving]
-        for e in entries:
-            self._enqueue_variant(e, dormant, queue)
+        queue = [self._place(i, e.bound_s) for i, e in enumerate(entries) if not e.candidate.memory_saving]
         heapq.heapify(queue)
         while queue:
-            priority_s, _, i = heapq.heappop(queue)
+            varied, priority_s, _, i = heapq.heappop(queue)
             late = time.monotonic() - started > self.task.time_limit_s
-            if (late and self._best is not None) or priority_s >= self._best_s:
+            tired = self.task.effort is not None and self._simulated >= _VARIED
+            if self._best is not None and (late or (varied and tired)):
                 break
+            if priority_s >= self._best_s:
+                if varied:
+                    break
+                continue  # the others have a turn of their own
             e = entries[i]
             priority_s = self._advance(e)
             while self._best is None and _CUT <= e.step <= _SIMULATED and priority_s < _NEVER:
                 priority_s = self._advance(e)  # a first plan, to compare the others with
             self._enqueue_variant(e, dormant, queue)
             if e.step < len(self._steps):
-                heapq.heappush(queue, (priority_s, -e.step, i))
+                heapq.heappush(queue, self._place(i, priority_s))
             else:
                 e.closed = priority_s == _NEVER
         for e in entries:
@@ -179,34 +182,18 @@ class Planner:
         variants = set(dormant.values())  # no faster than the candidates that they are variants of
         return min([self._best_s, *(e.bound_s for i, e in enumerate(entries) if not e.closed and i not in variants)])
 
-    def _enqueue_variant(self, e: _Entry, dormant: dict[Candidate, int], queue: list[tuple[float, int, int]]) -> None:
+    def _place(self, i: int, priority_s: float) -> _Place:
+        """Return the place of a candidate in the queue: plain ones first, which soon find a plan that few others beat,
+        so that most microbatches are excluded before their tensors are split."""
+        e = self._entries[i]
+        return not e.candidate.is_plain, priority_s, -e.step, i
+
+    def _enqueue_variant(self, e: _Entry, dormant: dict[Candidate, int], queue: list[_Place]) -> None:
         """Enqueue the memory-saving variant of a candidate once memory limits the fast one."""
         if e.candidate in dormant and (e.is_full or (e.step >= _CUT - 1 and self.task.effort is None)):
             i = dormant.pop(e.candidate)
             self._entries[i].bound_s = max(e.split_s, self._entries[i].bound_s)
-            heapq.heappush(queue, (self._entries[i].bound_s, 0, i))
-
-    def _find_first(self, entries: Sequence[_Entry]) -> None:
-        """Find a first plan early, which excludes most microbatches before their tensors are split.
-
-        Tries the plain candidates of least bound of one tp after another, from the one that may fit on the fewest
-        stages: deep pipelines take long to examine.
-        """
-        by_tp: dict[int, list[_Entry]] = {}
-        for e in entries:
-            if e.candidate.is_plain:
-                by_tp.setdefault(e.candidate.tp, []).append(e)
-        for _, mine in sorted(by_tp.items(), key=lambda item: (min(e.candidate.pp for e in item[1]), item[0])):
-            queue, tried = [(e.bound_s, i) for i, e in enumerate(mine)], 0
-            heapq.heapify(queue)
-            while queue and tried < _FIRST and self._best is None:
-                e = mine[i := heapq.heappop(queue)[1]]
-                self._advance(e)
-                tried += e.step == _CUT
-                while _CUT <= e.step <= _SIMULATED and e.bound_s < _NEVER:
-                    self._advance(e)
-                if e.step < _CUT and e.bound_s < _NEVER:
-                    heapq.heappush(queue, (e.bound_s, i))
+            heapq.heappush(queue, self._place(i, self._entries[i].bound_s))
 
     def _advance(self, e: _Entry) -> float:
         """Take a candidate's next step; return its new place in the queue."""
@@ -330,6 +317,7 @@ class Planner:
     def _simulate(self, e: _Entry) -> float:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         assert e.stages is not None
+        self._simulated += not e.candidate.is_plain
         try:
             solutions = e.stages.solutions()
         except StagesDoNotFit:

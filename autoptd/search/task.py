@@ -53,9 +53,9 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
     attention, which cp needs. Raises PlanError if no candidate is left.
     """
     fixed = task.constraints.fixed
-    mesh, include = dict(task.constraints.mesh), task.constraints.include
+    mesh, searched = dict(task.constraints.mesh), task.constraints.searched
     cps: tuple[int, ...] = (method.cp,)
-    if "cp" in include and "cp" not in fixed and has_attention:
+    if "cp" in searched and "cp" not in fixed and has_attention:
         length = task.sizes.get(SEQUENCE, 1)
         cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
     if task.world % cps[0]:
@@ -95,8 +95,8 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
     if isinstance(mesh.get("tp"), int):
         tp_sizes.add(int(mesh["tp"]))
     schedules, virtuals = schedules_and_chunks(task.constraints, task.folded.loss_form.outer is not None)
-    zeros = (1, 0, 2, 3) if "zero" in mesh or "zero" in include else (1, 0)
-    groups = [d for d in divisors(node) if d > 1] if "shards" in include and "shards" not in fixed else []
+    zeros = (1, 0, 2, 3) if "zero" in mesh or "zero" in searched else (1, 0)
+    groups = [d for d in divisors(node) if d > 1] if "shards" in searched and "shards" not in fixed else []
     limits = MeshLimits(
         world=task.world,
         batch=task.batch,

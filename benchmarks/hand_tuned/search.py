@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, DoesNotFit
 from autoptd.search.constraints.assumed import by_keyword
-from autoptd.search.constraints.options import INCLUDABLE, read_constraints
+from autoptd.search.constraints.options import DIMENSIONS, read_constraints
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Planner
@@ -36,7 +36,7 @@ class SearchResult(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    include: tuple[str, ...]
+    dimensions: tuple[str, ...]
     seconds: float | None  # of a step; None if no plan was found
     plan: str
     gap: float = 0.0
@@ -90,7 +90,7 @@ class _SearchKey:
     world: int
     batch: int
     software: tuple[tuple[str, object], ...]
-    include: tuple[str, ...]
+    dimensions: tuple[str, ...]
 
 
 def compare(rows: Sequence[Row], time_limit_s: float = float("inf"), only_used: bool = False) -> Iterator[Comparison]:
@@ -121,7 +121,7 @@ def _compared(
     needed = max(m.needed for m in own.memory)
     enlarged = with_memory(cluster, needed)
     used = _search_result(row, enlarged, fix, used_by(own.candidate), own, known, time_limit_s)
-    free = None if only_used else _search_result(row, enlarged, fix, includable(row), own, known, time_limit_s)
+    free = None if only_used else _search_result(row, enlarged, fix, searchable(row), own, known, time_limit_s)
     return Comparison(
         id=row.id,
         group=row.group,
@@ -145,13 +145,13 @@ def with_memory(cluster: Cluster, needed_bytes: int) -> Cluster:
     return cluster.model_copy(update={"device": device})
 
 
-def includable(row: Row) -> tuple[str, ...]:
+def searchable(row: Row) -> tuple[str, ...]:
     """Return the searchable dimensions: all but cp for unfused attention, which sees the keys of its own rank only."""
-    return tuple(name for name in INCLUDABLE if name != "cp" or not shape_of(row).unfused)
+    return tuple(name for name in DIMENSIONS if name != "cp" or not shape_of(row).unfused)
 
 
 def used_by(own: Candidate) -> tuple[str, ...]:
-    """Return the dimensions of `INCLUDABLE` that a plan uses."""
+    """Return the dimensions of `DIMENSIONS` that a plan uses."""
     uses = {
         "cp": own.cp > 1,
         "recompute": own.recompute in ("selective", "ops"),
@@ -161,41 +161,41 @@ def used_by(own: Candidate) -> tuple[str, ...]:
         "zero-bubble": own.schedule == "zero-bubble",
         "zero-bubble-v": own.schedule == "zero-bubble-v",
     }
-    return tuple(name for name in INCLUDABLE if uses[name])
+    return tuple(name for name in DIMENSIONS if uses[name])
 
 
 def _search_result(
     row: Row,
     cluster: Cluster,
     fix: Fix,
-    include: tuple[str, ...],
+    dimensions: tuple[str, ...],
     own: Staged,
     known: dict[_SearchKey, tuple[Planner, SearchResult]],
     time_limit_s: float,
 ) -> SearchResult:
     assert row.n_gpus and row.global_batch_size_seqs
     software = tuple((name, fix[name]) for name in SOFTWARE if name in fix)
-    key = _SearchKey(cluster, row.n_gpus, row.global_batch_size_seqs, software, include)
+    key = _SearchKey(cluster, row.n_gpus, row.global_batch_size_seqs, software, dimensions)
     if key not in known:
         carried_out, assume = by_keyword(dict(software))
-        constraints = read_constraints(carried_out, include, assume)
+        constraints = read_constraints({**carried_out, "headroom": 0}, assume).searching(*dimensions)
         planner = planner_of(row, constraints, cluster, time_limit_s)
-        known[key] = planner, _search(planner, include)
+        known[key] = planner, _search(planner, dimensions)
     planner, result = known[key]
     if result.seconds is not None and result.seconds <= own.seconds * (1 + ROUNDING):
         return result
     return result.model_copy(update={"loss": cause(planner, own)})
 
 
-def _search(planner: Planner, include: tuple[str, ...]) -> SearchResult:
+def _search(planner: Planner, dimensions: tuple[str, ...]) -> SearchResult:
     started = time.monotonic()
     try:
         found = planner.answer()
     except AutoptdError as error:
         seconds = time.monotonic() - started
-        return SearchResult(include=include, seconds=None, plan=error.what, search_s=seconds)
+        return SearchResult(dimensions=dimensions, seconds=None, plan=error.what, search_s=seconds)
     return SearchResult(
-        include=include,
+        dimensions=dimensions,
         seconds=found.staged.seconds,
         plan=one_line(found.staged),
         gap=found.gap,

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.published.predict import Prediction
+import numpy as np
+
+from autoptd.cost_models.memory import CONFIDENCE
+from benchmarks.published.predict import Prediction, counts_tensors
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.statistics import Errors, errors, regret, spearman
 
@@ -65,12 +68,21 @@ class PlanSet:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Runs that ran out of memory and runs that did not, against the prediction of whether they fit."""
+    """Runs that ran out of memory and runs that did not, against the prediction of whether they fit.
+
+    `tensors`: measured ÷ predicted bytes of tensors, of the runs whose figure counts nothing else; sorted.
+    """
 
     out_of_memory: int
-    said_to_fit: tuple[str, ...]  # ids of out-of-memory runs
+    said_to_fit: tuple[str, ...]  # surely: ids of out-of-memory runs
     ran: int
-    said_not_to_fit: tuple[str, ...]  # ids of runs that ran
+    said_not_to_fit: tuple[str, ...]  # as predicted: ids of runs that ran
+    tensors: tuple[float, ...] = ()
+
+    @property
+    def most_measured(self) -> float | None:
+        """The ratio below which `CONFIDENCE` of the tensors are: `MOST_MEASURED` of `cost_models/memory.py`."""
+        return float(np.quantile(self.tensors, CONFIDENCE)) if self.tensors else None
 
 
 @dataclass(frozen=True)
@@ -197,12 +209,15 @@ def _plan(row: Row) -> tuple[object, ...]:
 
 
 def _fitting(outcomes: Iterable[Outcome]) -> Fitting:
+    outcomes = list(outcomes)
     predicted = [(o.row, o.prediction) for o in outcomes if o.prediction is not None]
+    tensors = (o.memory for o in outcomes if o.memory and counts_tensors(o.row.peak_memory_kind))
     failed = [(row, p) for row, p in predicted if row.ran_out_of_memory]
     ran = [(row, p) for row, p in predicted if row.ran]
     return Fitting(
         out_of_memory=len(failed),
-        said_to_fit=tuple(row.id for row, p in failed if p.fits),
+        said_to_fit=tuple(row.id for row, p in failed if p.surely),
         ran=len(ran),
         said_not_to_fit=tuple(row.id for row, p in ran if not p.fits),
+        tensors=tuple(sorted(measured / predicted for predicted, measured in tensors)),
     )

@@ -36,6 +36,7 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         "virtual": row.vpp_chunks_per_stage,
         "micro": row.micro_batch_size_seqs,
         "zero": zero,
+        "shards": 0,
         "recompute": _recompute(row),
         "sequence_parallel": row.sequence_parallel,
         "schedule": "interleaved" if row.vpp_chunks_per_stage > 1 else "1f1b",

@@ -9,7 +9,7 @@ from typing import Any
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import Memory
+from autoptd.cost_models.memory import MOST_MEASURED, Memory
 from autoptd.errors import AutoptdError
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
@@ -24,6 +24,7 @@ from benchmarks.published.shapes import Shape, build, shape_of
 
 # fp16 costs the same as bf16: as many bytes and, on every device here, the same rate.
 _PRECISION = {"bf16": "bf16", "fp16": "bf16", "fp8": "bf16"}
+_TENSORS = ("allocated", "active")  # words of a `peak_memory_kind`
 _SURE_TO_FIT = 0.95  # of a device's memory: peaks are predicted to 5 % in the median
 
 
@@ -33,7 +34,7 @@ class Prediction:
 
     `analytic_bytes`: parameters, gradients, optimizer state and activations. `allocated_bytes`: all tensors.
     `reserved_bytes`: plus unused memory of the allocator. `total_bytes`: plus the CUDA context, as nvidia-smi shows it.
-    `fits`: true if every rank fits.
+    `fits`: true if every rank fits as predicted; `surely`: with `CONFIDENCE`.
     """
 
     step_time_s: float
@@ -42,6 +43,7 @@ class Prediction:
     reserved_bytes: int
     total_bytes: int
     fits: bool
+    surely: bool
 
     def bytes_of(self, kind: str) -> int:
         """Return the figure that a `peak_memory_kind` measures. Raises Unsupported for an unknown kind."""
@@ -49,11 +51,17 @@ class Prediction:
             (("analytic",), self.analytic_bytes),
             (("nvidia-smi",), self.total_bytes),
             (("reserved",), self.reserved_bytes),
-            (("allocated", "active"), self.allocated_bytes),
+            (_TENSORS, self.allocated_bytes),
         ):
             if any(word in kind for word in words):
                 return value
         raise Unsupported(f"unknown kind of peak memory {kind!r}")
+
+
+def counts_tensors(kind: str) -> bool:
+    """Return whether a `peak_memory_kind` is that of tensors alone."""
+    others = "analytic", "nvidia-smi", "reserved"
+    return any(word in kind for word in _TENSORS) and not any(word in kind for word in others)
 
 
 def predict(row: Row) -> Prediction:
@@ -144,14 +152,16 @@ def staged(row: Row) -> tuple[Staged, Cluster]:
 
 def _read(plan: Plan, row: Row, cluster: Cluster) -> Prediction:
     ranks = [Memory(**memory) for memory in plan.predicted.memory]
+    memory_bytes, needed = cluster.device.memory_bytes, max(m.needed for m in ranks)
     covered = [ranks[i] for i in _stages(row.peak_memory_kind, len(ranks))]
     return Prediction(
         step_time_s=plan.predicted.step_time_s,
         analytic_bytes=max(m.state + m.activations for m in covered),
         allocated_bytes=max(m.allocated for m in covered),
-        reserved_bytes=max(m.reserved for m in covered),
-        total_bytes=max(m.total for m in covered),
-        fits=max(m.needed for m in ranks) <= cluster.device.memory_bytes,
+        reserved_bytes=max(min(m.reserved, memory_bytes) for m in covered),
+        total_bytes=max(min(m.shown, memory_bytes) for m in covered),
+        fits=needed <= memory_bytes,
+        surely=needed * MOST_MEASURED <= memory_bytes,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from benchmarks.published.bars import (
     Verdict,
     fitting_verdicts,
@@ -104,10 +105,16 @@ def _set_marks(plans: PlanSet) -> tuple[str, str]:
 
 def _fits(report: Report) -> Iterator[str]:
     fitting, (none, few) = report.fitting, fitting_verdicts(report.fitting)
-    yield f"ran out of memory, predicted to fit: {len(fitting.said_to_fit)} of {fitting.out_of_memory}  ({none})"
+    surely = f"ran out of memory, predicted to fit with {CONFIDENCE:.0%} confidence"
+    yield f"{surely}: {len(fitting.said_to_fit)} of {fitting.out_of_memory}  ({none})"
     yield from _ids(fitting.said_to_fit)
     yield f"ran, predicted not to fit: {len(fitting.said_not_to_fit)} of {fitting.ran}  ({few})"
     yield from _ids(fitting.said_not_to_fit)
+    if fitting.most_measured is not None:
+        yield (
+            f"tensors of {len(fitting.tensors)} runs, measured ÷ predicted: {CONFIDENCE:.0%} are below "
+            f"{fitting.most_measured:.3f} (plans count with {MOST_MEASURED})"
+        )
 
 
 def _ids(ids: tuple[str, ...]) -> Iterator[str]:

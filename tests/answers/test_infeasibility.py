@@ -10,7 +10,6 @@ import pytest
 
 from autoptd.answers.infeasibility import HARDWARE, SETTING, Conflict, conflict, without
 from autoptd.answers.infeasibility_text import conflict_text
-from autoptd.answers.pareto import needed_bytes
 from autoptd.answers.query import PlanQuery
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import DoesNotFit, PlanError
@@ -24,9 +23,9 @@ def refused(traced: TracedModel) -> PlanQuery:
     asked = PlanQuery(
         traced, 1, nodes_of_four(), 64, fix={"tp": 1, "kernels": "fused", "micro": 32, "recompute": "none"}
     )
-    fat = needed_bytes(asked.plan())
+    fat = max(asked.device_bytes(asked.plan()))
     either = [asked.with_changes(recompute="full"), asked.with_changes(micro=8)]
-    enough = max(needed_bytes(query.plan()) for query in either)
+    enough = max(max(query.device_bytes(query.plan())) for query in either)
     assert enough < fat * 0.7
     return asked.with_memory((enough + fat) // 2)
 
@@ -52,7 +51,7 @@ def test_every_way_out_fits(refused: PlanQuery, found: Conflict):
     whats = {remedy.what: remedy for remedy in found.remedies}
     assert {"leave micro free", "leave recompute free", "--fix micro=1"} <= set(whats)
     room = refused.cluster.device.memory_bytes
-    assert all(needed_bytes(r.plan) <= room for r in found.remedies if r.kind == SETTING)
+    assert all(max(refused.device_bytes(r.plan)) <= room for r in found.remedies if r.kind == SETTING)
     assert whats["leave micro free"].plan == refused.with_changes(micro=None).plan()
     kinds = [remedy.kind for remedy in found.remedies]
     assert kinds == sorted(kinds) and HARDWARE in kinds
@@ -61,8 +60,9 @@ def test_every_way_out_fits(refused: PlanQuery, found: Conflict):
 
 def test_what_is_missing(refused: PlanQuery, found: Conflict):
     assert found.least_memory is not None
-    assert found.missing_bytes == [needed_bytes(found.least_memory) - refused.cluster.device.memory_bytes]
-    assert refused.with_memory(needed_bytes(found.least_memory) + 4096).plan()
+    (least,) = refused.device_bytes(found.least_memory)
+    assert found.missing_bytes == [least - refused.cluster.device.memory_bytes]
+    assert refused.with_memory(least + 4096).plan()
     with pytest.raises(DoesNotFit):
         refused.with_memory(refused.cluster.device.memory_bytes + found.missing_bytes[0] // 2).plan()
 

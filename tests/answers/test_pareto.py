@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from autoptd.answers.pareto import Frontier, frontier, needed_by_stage, needed_bytes, pareto_text
+from autoptd.answers.pareto import Frontier, frontier, pareto_text
 from autoptd.answers.query import PlanQuery
 from autoptd.answers.reprice import step_time_on
 from autoptd.answers.sensitivity import FACTORS, Reaction, sensitivity, sensitivity_text, variants
 from autoptd.compile.traced import TracedModel
+from autoptd.cost_models.memory import MOST_MEASURED
 from autoptd.errors import DoesNotFit
 from autoptd.plans.model import Plan
 from tests.answers.small import nodes_of_four
@@ -29,16 +30,17 @@ def test_each_point_is_the_fastest_for_its_memory(found: tuple[PlanQuery, Fronti
     assert curve.points[0] == asked.plan()
     for faster, leaner in pairwise(curve.points):
         assert leaner.predicted.step_time_s > faster.predicted.step_time_s
-        assert needed_bytes(leaner) < needed_bytes(faster)
-    for plan in curve.points:
-        budget_bytes = asked.with_memory(needed_bytes(plan) + 4096).plan()  # bytes of each part are rounded
-        assert budget_bytes.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
-        assert needed_bytes(budget_bytes) == needed_bytes(plan)
+        assert leaner.predicted.memory_bytes < faster.predicted.memory_bytes
+    for plan, nbytes in zip(curve.points, curve.device_bytes, strict=True):
+        assert nbytes == max(asked.device_bytes(plan)) == pytest.approx(MOST_MEASURED * plan.predicted.memory_bytes)
+        again = asked.with_memory(nbytes + 4096).plan()  # bytes of each part are rounded
+        assert again.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
+        assert again.predicted.memory_bytes == plan.predicted.memory_bytes
 
 
 def test_below_the_most_memory_saving_plan_nothing_fits(found: tuple[PlanQuery, Frontier]):
     asked, curve = found
-    assert curve.refused_bytes is not None and curve.refused_bytes < needed_bytes(curve.points[-1])
+    assert curve.refused_bytes is not None and curve.refused_bytes < curve.device_bytes[-1]
     with pytest.raises(DoesNotFit):
         asked.with_memory(curve.refused_bytes).plan()
 
@@ -55,12 +57,20 @@ def test_what_another_beats_is_left_out():
 
     def plan(seconds: float, gib: int) -> Plan:
         said = sample_plan().predicted
-        memory = tuple({"parameters": gib * 2**30} for _ in said.memory)
-        return sample_plan(predicted=said.model_copy(update={"step_time_s": seconds, "memory": memory}))
+        return sample_plan(predicted=said.model_copy(update={"step_time_s": seconds, "memory_bytes": gib}))
 
     fast, worse, even, memory_saving = plan(1.0, 8), plan(2.0, 9), plan(2.0, 8), plan(3.0, 4)
-    assert _undominated([worse, memory_saving, even, fast]) == (fast, memory_saving)
-    assert needed_by_stage(fast) == [8 * 2**30] * 2
+    found = _undominated([worse, memory_saving, even, fast], lambda plan: plan.predicted.memory_bytes)
+    assert found == (fast, memory_saving)
+
+
+def test_a_device_has_room_for_the_error_of_the_prediction(traced: TracedModel):
+    said = sample_plan().predicted
+    memory = tuple({"parameters": n} for n in (8 * 2**30, 2**30))
+    plan = sample_plan(predicted=said.model_copy(update={"memory": memory}))
+    asked = PlanQuery(traced, 1, nodes_of_four(), 64)
+    assert asked.device_bytes(plan) == [pytest.approx(MOST_MEASURED * n) for n in (8 * 2**30, 2**30)]
+    assert asked.with_changes(headroom=0.0).device_bytes(plan) == [8 * 2**30, 2**30]
 
 
 def test_the_curve_reads_well(found: tuple[PlanQuery, Frontier]):
@@ -107,7 +117,7 @@ def test_slower_links_between_nodes_change_what_hangs_on_them(asked: PlanQuery):
 
 def test_a_plan_that_no_longer_fits(asked: PlanQuery):
     asked = asked.with_changes(recompute="none", world=1, batch=64, micro=32)
-    tight = asked.with_memory(int(needed_bytes(asked.plan()) * 1.05)).with_changes(micro=None)
+    tight = asked.with_memory(int(max(asked.device_bytes(asked.plan())) * 1.05)).with_changes(micro=None)
     rows = {(row.what, row.factor): row for row in sensitivity(tight, asked.plan())}
     row = rows["device memory", 0.8]
     assert row.chosen_s is None and row.regret is None

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 import autoptd
-from autoptd.answers.pareto import needed_bytes
 from autoptd.answers.query import PlanQuery
 from autoptd.answers.sweep import SweepPoint, reason, shown, sweep
 from autoptd.answers.sweep_text import sweep_text
@@ -78,7 +77,7 @@ def test_cost_by_hand():
 
 def test_what_has_no_plan_is_a_point(asked: PlanQuery):
     asked = asked.with_changes(recompute="none", world=1, batch=64)
-    tight = asked.with_memory(needed_bytes(asked.with_changes(micro=32).plan()) * 3 // 4)
+    tight = asked.with_memory(max(asked.device_bytes(asked.with_changes(micro=32).plan())) * 3 // 4)
     found = sweep(tight, {"micro": [32, 1], "tp": [1, 3]})
     assert [point.fits for point in found] == [False, False, True, False]
     data = [point.to_data() for point in found]

@@ -24,7 +24,7 @@ from tests.benchmarks.sample_runs import tiny
 
 COMPACT = Path(search.__file__).with_name("compact.jsonl")  # each row with its source
 MESH = Candidate(dp=4, tp=2, pp=1, micro=1, microbatches=2, zero=1, recompute="auto")
-FREE = SearchResult(include=(), seconds=2.0, plan="dp8", considered=10, visited=2)
+FREE = SearchResult(dimensions=(), seconds=2.0, plan="dp8", considered=10, visited=2)
 DONE = Comparison(id="a:0", group="a", model="GPT", devices="8 × A100", own_s=3.0, own="dp4 tp2", free=FREE, used=FREE)
 
 
@@ -54,14 +54,14 @@ def test_compact_set_names_its_sources_and_frameworks() -> None:
 def test_a_search_of_every_dimension_is_no_slower_than_of_those_that_were_used() -> None:
     (c,) = compare([tiny(n_gpus=4, dp=2, global_batch_size_seqs=4)])
     assert c.free is not None and c.used is not None
-    assert set(c.free.include) > set(c.used.include)
+    assert set(c.free.dimensions) > set(c.used.dimensions)
     assert c.gain is not None and c.used_gain is not None and c.gain >= c.used_gain >= 0
     assert c.losses == []
 
 
 def test_written_out_attention_is_not_searched_over_context_parallel_ranks() -> None:
-    assert "cp" in search.includable(tiny())
-    assert "cp" not in search.includable(tiny(attention_impl="unfused"))
+    assert "cp" in search.searchable(tiny())
+    assert "cp" not in search.searchable(tiny(attention_impl="unfused"))
 
 
 def test_dimensions_that_a_plan_uses() -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import autoptd
+from autoptd.cost_models.memory import allocator_bytes
 from benchmarks.published.__main__ import chosen, main
 from benchmarks.published.bars import fitting_verdicts, memory_verdicts, set_verdicts, skip_verdict, time_verdicts
 from benchmarks.published.clusters import cluster_of, network
@@ -79,7 +80,7 @@ def test_fix_of_published_plans() -> None:
     titan = fix(OF_ROW["torchtitan_2024:0001"])
     assert (titan["zero"], titan["recompute"], titan["kernels"]) == (3, "ops", "compiled")
     assert (titan["overlap"], titan["gradients"]) == (("dp",), "main")
-    assert "splits" not in titan and "shards" not in titan
+    assert "splits" not in titan and titan["shards"] == 0
 
 
 def test_every_fix_is_one_that_plan_takes() -> None:
@@ -150,7 +151,7 @@ def test_regret_by_hand() -> None:
 
 def predicted(seconds: float, gib: float = 1.0, fits: bool = True) -> Prediction:
     size = int(gib * 2**30)
-    return Prediction(seconds, size, 2 * size, 3 * size, 4 * size, fits)
+    return Prediction(seconds, size, 2 * size, 3 * size, 4 * size, fits, fits)
 
 
 def as_measured(factor: float) -> Callable[[Row], Prediction]:
@@ -188,7 +189,8 @@ def test_memory_is_that_of_the_stages_it_is_about() -> None:
     stages[1:] = []
     only = read("reserved")
     assert (only.analytic_bytes, only.allocated_bytes) == (small, small + 5)
-    assert (only.reserved_bytes, only.total_bytes, only.fits) == (small + 12, small + 23 + context, True)
+    held = 5 + allocator_bytes(5)
+    assert (only.reserved_bytes, only.total_bytes, only.fits) == (small + held, small + held + 11 + context, True)
     stages.append({"parameters": cluster.device.memory_bytes, "context": context})
     assert not read("nvidia-smi on first/last").fits
 
@@ -200,7 +202,10 @@ def test_a_report_counts_every_run() -> None:
     assert report.everything.rows == sum(not is_mixture(row) for row in OF_ROW.values())
     assert lines["korthikanti_table5"].time.median == pytest.approx(0.1)
     assert lines["bloom_prequel (64 heads)"].skipped == {"its status is 'inconsistent'": 1}
-    assert report.fitting == Fitting(1, ("bloom_prequel:0081",), report.fitting.ran, ())
+    fitting = report.fitting
+    assert fitting == Fitting(1, ("bloom_prequel:0081",), fitting.ran, (), fitting.tensors)
+    assert fitting.tensors == tuple(sorted(fitting.tensors)) and len(fitting.tensors) == 4
+    assert replace(fitting, tensors=(0.9, 1.0, 1.1)).most_measured == pytest.approx(1.09)
     shown = text(report, {"matmul.tile": "a sweep"})
     assert max(map(len, shown.splitlines())) <= WIDTH
     assert "its status is 'inconsistent'" in shown and "≤ 8 % MISS" in shown and "constants: 1" in shown

@@ -126,7 +126,6 @@ def test_plan_passes_the_constraints_on_and_saves(run: Run, api: list[dict[str, 
         "optimizer": "adamw",
         "fix": {"tp": 2, "recompute": "none", "zero": 0},
         "assume": {"kernels": "fused"},
-        "include": (),
         "exact": False,
         "time_limit_s": None,
     }

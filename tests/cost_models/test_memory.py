@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import sympy
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autoptd.cost_models.memory import (
     CONNECTION_BYTES,
+    FRAGMENTATION_LEAST,
     SEGMENT_BYTES,
     D,
     Memory,
@@ -23,7 +22,6 @@ from autoptd.cost_models.memory import (
     in_flight,
     model_state,
     optimizer_step_bytes,
-    padded,
 )
 from autoptd.schedule import Alive, UncountedActivations, prove_memory, step_lists
 from autoptd.schedule import in_flight as counted
@@ -31,10 +29,10 @@ from autoptd.schedule import in_flight as counted
 
 def test_total_and_sum():
     one = Memory(parameters=1, gradients=2, optimizer=3, activations=4, temporary=5, communication=6, overhead=7)
-    assert one.total == 28
+    assert one.needed == 28
     assert one + one == Memory(2, 4, 6, 8, 10, 12, 14)
     all_of = one + Memory(context=100)
-    assert (all_of.state, all_of.allocated, all_of.reserved, all_of.total) == (6, 15, 22, 128)
+    assert (all_of.state, all_of.allocated, all_of.needed) == (6, 15, 128)
     assert Memory(**one.to_data()) == one
 
 
@@ -53,14 +51,14 @@ def test_total_and_sum():
 def test_bytes_per_parameter(precision: str, optimizer: str, bytes_each: tuple[int, int, int]):
     state = model_state([1000], precision=precision, optimizer=optimizer)
     assert (state.parameters, state.gradients, state.optimizer) == tuple(1000 * each for each in bytes_each)
-    assert state.total == 1000 * sum(bytes_each)
+    assert state.state == 1000 * sum(bytes_each)
     sharded = model_state([1000], precision=precision, optimizer=optimizer, zero=1, dp=8)
     assert sharded == Memory(state.parameters, state.gradients, state.optimizer // 8)
 
 
 def test_gpt3_is_the_known_18_bytes_per_parameter():
     # Rajbhandari et al. 2020 count 16 with half-precision gradients; the fp32 main-grad buffer adds 2
-    assert model_state([175 * 10**9], precision="bf16", optimizer="adamw").total == 18 * 175 * 10**9
+    assert model_state([175 * 10**9], precision="bf16", optimizer="adamw").state == 18 * 175 * 10**9
 
 
 def test_buckets_are_padded_each():
@@ -195,30 +193,9 @@ def test_beyond_tensors():
 
 
 def test_what_a_device_must_have_counts_the_least_that_was_held_free():
-    # of 40 segments allocated and freed in a step 14 stay free (0.35), and 2 at least (0.05)
+    # of 40 segments allocated and freed in a step 14 usually stay free (0.35), and 2 at least (0.05)
     tensors = Memory(parameters=7, activations=30 * SEGMENT_BYTES, temporary=10 * SEGMENT_BYTES, context=11)
-    found = tensors + Memory(overhead=allocator_bytes(40 * SEGMENT_BYTES))
-    assert found.total == 18 + 54 * SEGMENT_BYTES
-    assert found.needed == 18 + 42 * SEGMENT_BYTES
-    # however much of the overhead was shown, where a device has no more left
-    assert (tensors + Memory(overhead=SEGMENT_BYTES)).needed == tensors.needed == 18 + 42 * SEGMENT_BYTES
-
-
-@pytest.mark.parametrize(("zero", "gradients"), [(0, 6000), (1, 6000), (2, 1500 + 600), (3, 1000 + 600)])
-def test_gradients_of_both_types(zero: int, gradients: int):
-    # 1000 bf16 elements over 4 ranks, 100 whole at a time: 2 bytes each and 4 of the sum
-    options = {"precision": "bf16", "optimizer": "adamw", "zero": zero, "dp": 4, "whole_numel": 100}
-    both, main, compute = (model_state([1000], gradients=kind, **options) for kind in ("both", "main", "compute"))
-    assert both.gradients == gradients
-    if zero < 3:  # ZeRO 3 accumulates in the main dtype only
-        assert both.gradients == main.gradients + compute.gradients
-    assert both.parameters == main.parameters and both.optimizer == main.optimizer
-
-
-@given(st.lists(st.integers(0, 10**6), max_size=5), st.integers(1, 64))
-def test_zero_never_costs_more_than_its_padding(buckets: list[int], dp: int):
-    whole = model_state(buckets, precision="bf16", optimizer="adamw")
-    shard = model_state(buckets, precision="bf16", optimizer="adamw", zero=1, dp=dp)
-    spare = sum(padded(n, dp) - n for n in buckets)
-    assert shard.parameters == whole.parameters + 2 * spare
-    assert whole.optimizer + 12 * spare == shard.optimizer * dp
+    found = tensors + Memory(overhead=allocator_bytes(40 * SEGMENT_BYTES, FRAGMENTATION_LEAST), communication=5)
+    assert found.needed == 23 + 42 * SEGMENT_BYTES
+    assert found.reserved == 7 + 54 * SEGMENT_BYTES
+    assert found.shown == 23 + 54 * SEGMENT_BYTES

@@ -307,10 +307,11 @@ def loads_or_refuses(text: str) -> None:
 
 
 def test_the_answer_comes_first():
-    first, second, third = explain(sample_plan(), width=200).splitlines()[:3]
+    first, second, third, fourth = explain(sample_plan(), width=200).splitlines()[:4]
     assert first == "gpt2-small on 8 × test-cluster: dp 2 × tp 2 × pp 2, ZeRO-1, recompute 1 of 6 segments"
     assert second == "a step of 16 samples, s 128: 4 microbatches of 2 per dp rank, 1F1B, bf16, adamw"
-    assert third == "predicted 250 ms/step, 8,192 tokens/s, MFU 43.2%, fullest rank 5.0 of 80.0 GiB"
+    assert third == "predicted 250 ms/step, 8,192 tokens/s, MFU 43.2%"
+    assert fourth == "memory 5.0 GiB on the fullest rank, with 95% confidence below 5.7 of 80.0 GiB"
 
 
 @pytest.mark.parametrize(("again", "said"), [((), "recompute none"), (tuple(range(6)), "recompute full")])

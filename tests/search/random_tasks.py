@@ -18,7 +18,7 @@ from autoptd.errors import PlanError
 from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import INCLUDABLE, read_constraints
+from autoptd.search.constraints.options import DIMENSIONS, read_constraints
 from autoptd.search.planner import Planner, Task
 
 SEQ = 256
@@ -77,9 +77,9 @@ def random_task(
     model = traced(rng.choice(models))
     world = rng.choice(worlds)
     cluster = random_cluster(rng if clusters is None else random.Random(rng.randrange(clusters)))
-    include = rng.sample(INCLUDABLE, rng.choice([0, 1, 1, 2]))
+    dimensions = rng.sample(DIMENSIONS, rng.choice([0, 1, 1, 2]))
     batch = world * rng.choice([1, 2, 3, 4])
-    constraints = read_constraints({}, include)
+    constraints = read_constraints({"headroom": 0}).searching(*dimensions)
     task = Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", constraints, effort=None)
     return model, _with_memory(task, rng.choice([_any_bytes, _tight_bytes])(rng, model, task))
 

@@ -35,8 +35,8 @@ def gpt(layers: int, width: int, heads: int, vocab: int = 51200, seq: int = 2048
 
 
 def found(model: autoptd.TracedModel, cluster: Cluster, world: int, batch: int, **constraints: Any) -> Answer:
-    include, fix = constraints.pop("include", ()), constraints.pop("fix", {})
-    read = read_constraints(fix, include)
+    dimensions, fix = constraints.pop("dimensions", ()), constraints.pop("fix", {})
+    read = read_constraints({"headroom": 0, **fix}).searching(*dimensions)
     task = Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", read, **constraints)
     return Planner(task, Silent(), model.known).answer()
 
@@ -73,10 +73,12 @@ def test_data_parallel_models_that_are_tight_shard_more() -> None:
     """1.3B on eight A100 of 40 GB: still dp only, with sharded gradients (ZeRO 2) or parameters too; with less
     memory parameters in any case (Zhao et al. 2023, FSDP)."""
     model, cluster = gpt(24, 2048, 16, 50304, 1024), Cluster.load("dgx-a100-40gb")
-    chosen = found(model, cluster, 8, 64, include=("zero",)).staged.candidate
+    chosen = found(model, cluster, 8, 64, dimensions=("zero",)).staged.candidate
     assert (chosen.dp, chosen.tp, chosen.pp) == (8, 1, 1) and chosen.zero >= 1
     small = cluster.device.model_copy(update={"memory_bytes": 10 * 2**30})
-    tight = found(model, cluster.model_copy(update={"device": small}), 8, 64, include=("zero",), fix={"tp": 1, "pp": 1})
+    tight = found(
+        model, cluster.model_copy(update={"device": small}), 8, 64, dimensions=("zero",), fix={"tp": 1, "pp": 1}
+    )
     assert tight.staged.candidate.zero == 3
     with pytest.raises(DoesNotFit):
         found(model, cluster.model_copy(update={"device": small}), 8, 64, fix={"tp": 1, "pp": 1})
@@ -154,10 +156,10 @@ def test_experts_are_spread_within_a_node_and_not_beyond() -> None:
 # ---- monotonicity ----
 
 
-def _seconds(cluster: Cluster, world: int, batch: int, include: tuple[str, ...]) -> float:
+def _seconds(cluster: Cluster, world: int, batch: int, dimensions: tuple[str, ...]) -> float:
     try:
         model = traced("gpt-2-64-512")
-        return found(model, cluster, world, batch, include=include, effort=None).staged.seconds
+        return found(model, cluster, world, batch, dimensions=dimensions, effort=None).staged.seconds
     except DoesNotFit:
         return math.inf
 
@@ -185,12 +187,12 @@ def _with(cluster: Cluster, memory: float, links: float) -> Cluster:
     memory=st.sampled_from([0.001, 0.01, 0.02, 0.03, 0.05]),
     more=st.sampled_from([1.2, 2.0, 8.0]),
     world=st.sampled_from([2, 4, 6]),
-    include=st.sampled_from([(), ("zero",), ("recompute",)]),
+    dimensions=st.sampled_from([(), ("zero",), ("recompute",)]),
 )
 def test_more_memory_or_bandwidth_never_make_it_slower(
-    seed: int, memory: float, more: float, world: int, include: tuple[str, ...]
+    seed: int, memory: float, more: float, world: int, dimensions: tuple[str, ...]
 ) -> None:
     base = random_cluster(random.Random(seed))
-    here = _seconds(_with(base, memory, 1.0), world, 2 * world, include)
-    assert _seconds(_with(base, memory * more, 1.0), world, 2 * world, include) <= here * (1 + 1e-9)
-    assert _seconds(_with(base, memory, more), world, 2 * world, include) <= here * (1 + 1e-9)
+    here = _seconds(_with(base, memory, 1.0), world, 2 * world, dimensions)
+    assert _seconds(_with(base, memory * more, 1.0), world, 2 * world, dimensions) <= here * (1 + 1e-9)
+    assert _seconds(_with(base, memory, more), world, 2 * world, dimensions) <= here * (1 + 1e-9)

@@ -13,7 +13,7 @@ import autoptd
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.progress import Silent
 from autoptd.search import planner
-from autoptd.search.constraints.options import INCLUDABLE
+from autoptd.search.constraints.options import DIMENSIONS
 from autoptd.search.pipeline import exact as refine
 from autoptd.search.pipeline import lower_bounds
 from autoptd.search.pipeline import recompute_options as menus
@@ -45,7 +45,7 @@ def found_by(seed: int, **changes: object) -> tuple[float, float]:
 def best_of(seed: int) -> float | None:
     """Return the least seconds of all plans; None if the batch fits no mesh, or there are too many plans."""
     model, task = task_of(seed)
-    if {"recompute", "virtual"} <= task.constraints.include:  # minutes of ways to recompute the chunks of a rank
+    if {"recompute", "virtual"} <= task.constraints.searched:  # minutes of ways to recompute the chunks of a rank
         return None
     try:
         return least_seconds(Planner(task, Silent(), model.known))[0]
@@ -72,9 +72,9 @@ def test_the_tasks_are_of_all_kinds() -> None:
     assert len(tasks) >= 110
     assert sum(best_of(seed) != math.inf for seed in tasks) >= 0.7 * len(tasks)
     assert sum(best_of(seed) == math.inf for seed in tasks) >= 3, "too little memory for anything"
-    for name in INCLUDABLE:
-        assert sum(name in task.constraints.include for task in tasks.values()) >= 10
-    assert {len(task.constraints.include) for task in tasks.values()} == {0, 1, 2}
+    for name in DIMENSIONS:
+        assert sum(name in task.constraints.searched for task in tasks.values()) >= 10
+    assert {len(task.constraints.searched) for task in tasks.values()} == {0, 1, 2}
     assert len({id(task.folded) for task in tasks.values()}) == len(MODELS)
 
 

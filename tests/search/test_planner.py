@@ -14,7 +14,7 @@ from autoptd.errors import DoesNotFit
 from autoptd.models.nanogpt import GPTSizes as NanoSizes
 from autoptd.models.nanogpt import NanoGPT
 from autoptd.progress import Silent
-from autoptd.search.constraints.options import read_constraints
+from autoptd.search.constraints.options import DIMENSIONS, read_constraints
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged, simulated
@@ -39,8 +39,8 @@ def gpt() -> autoptd.TracedModel:
 
 
 def planner(model: autoptd.TracedModel, cluster: Cluster, world: int = 8, batch: int = 32, **changes: Any) -> Planner:
-    include, fix = changes.pop("include", ()), changes.pop("fix", {})
-    constraints = read_constraints(fix, include)
+    dimensions, fix = changes.pop("dimensions", ()), changes.pop("fix", {})
+    constraints = read_constraints({"headroom": 0, **fix}).searching(*dimensions)
     task = Task(model.folded, cluster, world, batch, model.sizes, "bf16", "adamw", constraints, **changes)
     return Planner(task, Silent(), model.known)
 
@@ -83,7 +83,7 @@ def test_no_candidate_is_better_or_below_its_bounds(gpt: autoptd.TracedModel, in
 @pytest.mark.parametrize("inter", [2e9, 50e9])
 def test_a_dominated_candidate_is_no_faster(gpt: autoptd.TracedModel, inter: float, overlap: tuple[str, ...]) -> None:
     """A candidate that is left out, since the same mesh with ZeRO 1 over all ranks needs less, takes no less time."""
-    search = planner(gpt, roomy(80.0, inter), include=["shards"], fix={"overlap": overlap})
+    search = planner(gpt, roomy(80.0, inter), dimensions=["shards"], fix={"overlap": overlap})
     search.answer()
     dominated = [e.candidate for e in search._entries if search._is_dominated(e)]
     assert bool(dominated) == ("dp" not in overlap)
@@ -114,20 +114,20 @@ def test_a_search_that_is_cut_short_says_so(gpt: autoptd.TracedModel) -> None:
     assert short.gap > 0
 
 
-def test_what_is_not_included_is_not_searched(gpt: autoptd.TracedModel) -> None:
+def test_what_is_not_asked_for_is_not_searched(gpt: autoptd.TracedModel) -> None:
     cluster = roomy(4.0, 2e9)
     plain = planner(gpt, cluster).candidates()
     assert {(c.cp, c.virtual, c.shards, c.schedule) for c in plain} == {(1, 1, 0, "1f1b")}
     assert {c.zero for c in plain} == {0, 1}
-    wide = planner(gpt, cluster, include=("all",)).candidates()
+    wide = planner(gpt, cluster, dimensions=DIMENSIONS).candidates()
     assert {c.zero for c in wide} == {0, 1, 2, 3} and {c.cp for c in wide} == {1, 2, 4, 8}
     assert {c.schedule for c in wide} == {"1f1b", "interleaved", "zero-bubble", "zero-bubble-v"}
     assert set(plain) < set(wide)
 
 
-def test_a_fixed_dimension_is_not_searched_even_if_included(gpt: autoptd.TracedModel) -> None:
+def test_a_fixed_dimension_is_not_searched(gpt: autoptd.TracedModel) -> None:
     fix = {"cp": 2, "shards": 2, "zero": 3, "virtual": 2, "schedule": "interleaved"}
-    found = planner(gpt, roomy(80.0), include=("all",), fix=fix).candidates()
+    found = planner(gpt, roomy(80.0), dimensions=DIMENSIONS, fix=fix).candidates()
     assert {(c.cp, c.shards, c.zero, c.virtual, c.schedule) for c in found if c.dp * c.cp > 2} == {
         (2, 2, 3, 2, "interleaved")
     }
@@ -137,8 +137,8 @@ def test_more_dimensions_never_make_it_slower() -> None:
     model = autoptd.trace(small_gpt(width=128, layers=2), seq=256)
     cluster = roomy(3.0, 2e9)
     plain = planner(model, cluster, 4, 16, effort=None).answer().staged.seconds
-    for name in ("cp", "zero", "shards", "recompute", "virtual", "zero-bubble", "zero-bubble-v"):
-        assert planner(model, cluster, 4, 16, effort=None, include=(name,)).answer().staged.seconds <= plain, name
+    for name in DIMENSIONS:
+        assert planner(model, cluster, 4, 16, effort=None, dimensions=(name,)).answer().staged.seconds <= plain, name
 
 
 def test_stages_of_a_plan_fit_the_device() -> None:

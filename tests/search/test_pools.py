@@ -9,6 +9,7 @@ import pytest
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster, Pool
+from autoptd.cost_models.memory import MOST_MEASURED
 from autoptd.errors import ClusterError, DoesNotFit, PlanError
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
@@ -60,7 +61,13 @@ def test_no_plan_is_better() -> None:
 
 
 def planned(cluster: Cluster, **fix: object) -> Plan:
-    return autoptd.plan(traced("gpt-3-512-512"), world=4, cluster=cluster, batch=32, fix={"pp": 2, "tp": 1, **fix})
+    return autoptd.plan(
+        traced("gpt-3-512-512"),
+        world=4,
+        cluster=cluster,
+        batch=32,
+        fix={"pp": 2, "tp": 1, "cp": 1, "virtual": 1, **fix},
+    )
 
 
 def slow_links() -> Cluster:
@@ -82,7 +89,7 @@ def test_each_stage_fits_its_own_device() -> None:
     roomy = planned(slow_links(), micro=8)
     totals = [sum(m.values()) for m in roomy.predicted.memory]
     own = slow_links()
-    device = own.device.model_copy(update={"memory_bytes": sum(totals) // 2})
+    device = own.device.model_copy(update={"memory_bytes": int(MOST_MEASURED * sum(totals)) // 2})
     small = own.model_copy(update={"device": device})
     ratio = (80 * 2**30 - device.context_bytes) / (device.memory_bytes - device.context_bytes)
     plan = planned(mixed(small, 2, speed=1.0, memory=ratio), micro=8)

@@ -56,10 +56,15 @@ def test_the_first_rank_holds_most_of_its_first_chunk(traced: autoptd.TracedMode
     assert max(activations) < 1.2 * max(row["activations"] for row in one.predicted.memory)
 
 
-def test_a_search_that_includes_it_finds_it(traced: autoptd.TracedModel) -> None:
-    plan = autoptd.plan(traced, **ASKED, fix=PIPELINE, include="zero-bubble-v")
-    assert plan.schedule.kind == "zero-bubble-v"
-    assert autoptd.plan(traced, **ASKED, fix=PIPELINE).schedule.kind == "1f1b"
+def test_a_search_weighs_every_schedule(traced: autoptd.TracedModel) -> None:
+    alone = PIPELINE | {"kernels": "eager", "cp": 1, "zero": 1, "shards": 0}
+    found = autoptd.plan(traced, **ASKED, fix=alone, exact=True).predicted.step_time_s
+    each = {
+        kind: autoptd.plan(traced, **ASKED, fix=alone | {"schedule": kind}).predicted.step_time_s
+        for kind in ("1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
+    }
+    assert found == min(each.values()) < each["1f1b"]
+    assert each["zero-bubble-v"] < each["zero-bubble"]
 
 
 class Transposed(nn.Linear):

@@ -64,7 +64,7 @@ def model() -> NanoGPT:
 @cache
 def plan() -> Plan:
     """Return a plan of four stages that recompute all layers but their last one."""
-    fix = {**COMMON, "dp": 1, "tp": 1, "pp": 4, "zero": 0, "recompute": "full"}
+    fix = {**COMMON, "dp": 1, "tp": 1, "pp": 4, "virtual": 1, "zero": 0, "recompute": "full"}
     made = autoptd.plan(model(), world=4, batch=4, seq=4, precision="fp32", fix=fix, cluster="dgx-h100")
     stages = tuple(s.model_copy(update={"recompute": s.recompute[:-2]}) for s in made.stages)
     return made.model_copy(update={"stages": stages})

@@ -284,7 +284,7 @@ def _unknown(what: str, where: str, name: str, known: Iterable[str]) -> PlanErro
 def pin_notes(folded: Folded, constraints: Constraints, tp: int) -> list[str]:
     """Return the plan's notes on constraints that no other part of the plan shows."""
     notes = []
-    if constraints.method.headroom:
+    if "headroom" in constraints.fixed and constraints.method.headroom:
         notes.append(f"{100 * constraints.method.headroom:.4g} % of each device's memory is left free (headroom)")
     if constraints.max_tp is not None:
         notes.append(f"no tp above {constraints.max_tp} was considered (max_tp)")

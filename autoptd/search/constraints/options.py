@@ -6,10 +6,11 @@ Choices that no program runs are given as `assume={"kernels": "fused"}` instead 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from autoptd.cost_models.memory import HEADROOM
 from autoptd.errors import PlanError, nearest
 from autoptd.layout.execution import ExecutionOptions
 from autoptd.layout.placements import parse_placement
@@ -17,7 +18,7 @@ from autoptd.passes.analysis.fusion import KERNELS
 from autoptd.schedule import SCHEDULES, row_of
 from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
 
-INCLUDABLE = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")  # searched when asked for
+DIMENSIONS = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")  # searched, beside meshes
 _COUNTS = ("bucket_bytes", "cp", "dp", "ep", "etp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
@@ -62,7 +63,7 @@ class SearchOptions(ExecutionOptions):
     virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
     stages         "balanced" by time, or "even" numbers of blocks
     memory         "check": refuse plans that do not fit; "ignore": predict them too
-    headroom       share of a device's memory that is left free
+    headroom       share of a device's memory that the prediction leaves free, by default for its error
     policies       of recomputation that blocks may choose from: "selective", "ops", "full"
     starts         first segment of every stage but the first, if cut by hand; empty: the cut is searched
     uncut          segments that no stage may begin with
@@ -77,8 +78,8 @@ class SearchOptions(ExecutionOptions):
     schedule: str = "1f1b"
     stages: str = "balanced"
     memory: str = "check"
-    headroom: float = 0.0
-    policies: tuple[str, ...] = ("full",)
+    headroom: float = HEADROOM
+    policies: tuple[str, ...] = ("selective", "ops", "full")
     starts: tuple[int, ...] = ()
     uncut: frozenset[int] = frozenset()
     cut_solver: str = "dynamic"
@@ -100,13 +101,24 @@ class Constraints:
     max_tp: int | None = None  # the largest tp that is considered
     sequence_parallel: bool = True  # whether tp may split the sequence
     method: SearchOptions = SearchOptions()
-    include: frozenset[str] = frozenset()  # of `INCLUDABLE`: dimensions that are searched on request
+    searched: frozenset[str] = frozenset(DIMENSIONS)
     fixed: frozenset[str] = frozenset()  # every name in `fix` or `assume`
 
+    def on(self, device: str) -> Constraints:
+        """Return these constraints for a type of device, "cuda" or "cpu": on a GPU, kernels are compiled by default."""
+        splits_backward = row_of(self.method.schedule).splits_backward
+        if device != "cuda" or "kernels" in self.fixed or splits_backward:
+            return self
+        return replace(self, method=replace(self.method, kernels="compiled"))
 
-def read_constraints(
-    fix: Mapping[str, Any] | None, include: Iterable[str] = (), assume: Mapping[str, Any] | None = None
-) -> Constraints:
+    def searching(self, *dimensions: str) -> Constraints:
+        """Return these constraints with only these of the `DIMENSIONS` searched: to measure what each is worth."""
+        policies = self.method.policies if "recompute" in dimensions else ("full",)
+        method = replace(self.method, policies=policies)
+        return replace(self, method=method, searched=frozenset(dimensions))
+
+
+def read_constraints(fix: Mapping[str, Any] | None, assume: Mapping[str, Any] | None = None) -> Constraints:
     """Read the keywords of `plan`. Raises PlanError for an unknown name, an impossible value or the wrong keyword."""
     fix, given = _mapping("fix", fix, "{'tp': 8}"), _mapping("assume", assume, "{'kernels': 'fused'}")
     _check_keywords(fix, given)
@@ -116,7 +128,7 @@ def read_constraints(
         raise PlanError(f"sequence_parallel is {sequence!r}", where="fix['sequence_parallel']", fix="True or False")
     for name in _COUNTS:
         if name in fix:
-            require_count(fix[name], name, f"fix[{name!r}]")
+            require_count(fix[name], name, f"fix[{name!r}]", least=0 if name == "shards" else 1)
     for name, allowed in ALLOWED.items():
         if name in fix and not any(fix[name] == a and type(fix[name]) is type(a) for a in allowed):
             keyword = "assume" if name in given else "fix"
@@ -124,11 +136,8 @@ def read_constraints(
             raise PlanError(
                 f"{name} {fix[name]!r} is not possible", where=f"{keyword}[{name!r}]", fix=f"possible: {known}"
             )
-    chosen = _read_include(include)
-    method = _read_method(fix, chosen, "assume['overlap']" if "overlap" in given else "fix['overlap']")
+    method = _read_method(fix, "assume['overlap']" if "overlap" in given else "fix['overlap']")
     _check_pairs(fix)
-    if "recompute" in chosen:
-        method = replace(method, policies=("selective", "ops", "full"))
     return Constraints(
         {n: fix[n] for n in _SEARCHED if n in fix},
         _read_splits(fix.get("splits", {})),
@@ -137,18 +146,17 @@ def read_constraints(
         fix.get("max_tp"),
         sequence,
         method,
-        chosen,
-        frozenset(fix),
+        fixed=frozenset(fix),
     )
 
 
 def schedules_and_chunks(constraints: Constraints, of_sums: bool = False) -> tuple[list[str], list[int]]:
-    """Return the schedules and the numbers of chunks per pipeline rank to try: fixed ones, else 1F1B and included ones.
+    """Return the schedules and the numbers of chunks per pipeline rank to try: fixed ones, or all.
 
     `of_sums`: the loss is a function of sums over the batch; GPipe, which has them before its first backward pass, is
     then tried too.
     """
-    method, free = constraints.method, constraints.include - constraints.fixed
+    method, free = constraints.method, constraints.searched - constraints.fixed
     if "schedule" in constraints.fixed or method.virtual > 1:
         schedules = [method.schedule]
     else:
@@ -161,17 +169,6 @@ def schedules_and_chunks(constraints: Constraints, of_sums: bool = False) -> tup
         schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
     searched = "interleaved" in schedules and "virtual" not in constraints.fixed
     return schedules, list(_CHUNKS) if searched else [method.virtual]
-
-
-def _read_include(include: Iterable[str]) -> frozenset[str]:
-    names = [include] if isinstance(include, str) else list(include)
-    if "all" in names:
-        return frozenset(INCLUDABLE)
-    for name in names:
-        if name not in INCLUDABLE:
-            known = (*INCLUDABLE, "all")
-            raise PlanError(f"{name!r} cannot be included", where="include", fix=nearest(str(name), known))
-    return frozenset(names)
 
 
 def _mapping(keyword: str, choices: object, example: str) -> dict[str, Any]:
@@ -212,7 +209,7 @@ def _read_streams(streams: object, where: str) -> tuple[str, ...]:
     return tuple(sorted(set(streams)))
 
 
-def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: str) -> SearchOptions:
+def _read_method(fix: Mapping[str, Any], overlap_at: str) -> SearchOptions:
     given = {f.name: fix[f.name] for f in fields(SearchOptions) if f.name in fix and f.name not in _SEARCHED}
     if "headroom" in given:
         share = given["headroom"]
@@ -230,7 +227,7 @@ def _read_method(fix: Mapping[str, Any], include: frozenset[str], overlap_at: st
     if chunks is not None:
         given.setdefault("virtual", chunks)
     method = SearchOptions(**given)
-    searched = chunks is None and "virtual" in include and "virtual" not in fix
+    searched = chunks is None and "virtual" not in fix
     if (method.virtual == 1 if chunks is None else method.virtual != chunks) and not searched:
         raise PlanError(
             f"schedule {method.schedule!r} with virtual {method.virtual}",
@@ -267,12 +264,14 @@ def _read_names(fix: Mapping[str, Any], what: str, give: str) -> tuple[str, ...]
     return tuple(names)
 
 
-def require_count(value: object, what: str, where: str = "", of: str = "", most: int | None = None) -> None:
-    """Raise PlanError unless `value` is a whole number from 1 to `most`; `of`: what it counts, for the error."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def require_count(
+    value: object, what: str, where: str = "", of: str = "", most: int | None = None, least: int = 1
+) -> None:
+    """Raise PlanError unless `value` is a whole number from `least` to `most`; `of`: what it counts, for the error."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         counted = f": {of}" if of else ""
         raise PlanError(
-            f"{what} is {_shown(value)}", where=where or what, fix=f"give a whole number of at least 1{counted}"
+            f"{what} is {_shown(value)}", where=where or what, fix=f"give a whole number of at least {least}{counted}"
         )
     if most is not None and value > most:
         raise PlanError(f"{what} is {_shown(value)}", where=where or what, fix=f"give at most {most:,}: {of}")

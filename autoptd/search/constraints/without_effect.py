@@ -52,7 +52,7 @@ def idle_notes(constraints: Constraints, world: int) -> list[str]:
     """Return notes for the plan. Raises one PlanError for all constraints without effect that are refused."""
     single, values = _single(constraints, world), _values(constraints)
     found = [row for row in ROWS if row.name in values and row.asks(values[row.name]) and single.issuperset(row.axes)]
-    if constraints.mesh.get("zero") == 0 and "shards" in values:
+    if constraints.mesh.get("zero") == 0 and values.get("shards"):
         raise PlanError(
             f"shards {values['shards']} with zero 0: nothing is sharded",
             where="fix['shards']",
@@ -84,7 +84,7 @@ def _values(constraints: Constraints) -> dict[str, Any]:
 def _single(constraints: Constraints, world: int) -> set[str]:
     """Return the axes that have one rank in every mesh that the constraints allow."""
     sizes = {name: int(constraints.mesh[name]) for name in _AXES if name in constraints.mesh}
-    if "cp" in constraints.fixed or "cp" not in constraints.include:
+    if "cp" in constraints.fixed or "cp" not in constraints.searched:
         sizes["cp"] = constraints.method.cp
     if constraints.max_tp == 1:
         sizes["tp"] = 1

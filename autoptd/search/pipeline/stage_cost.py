@@ -164,16 +164,13 @@ class StageCost:
 
     def memory(self, state: Memory, upcast: int, kept: int, extra: int) -> Memory:
         """Return the memory of one pipeline rank."""
-        work = kept + extra
         found = state + Memory(
             activations=kept,
             temporary=max(extra, upcast - kept),
             communication=self._communication_bytes,
             context=self.device.context_bytes,
         )
-        # the step needs few large blocks and cannot reuse those of a pass: the allocator holds both
-        unused = allocator_bytes(work) + min(work, upcast)
-        return found + Memory(overhead=min(unused, max(0, self.device.memory_bytes - found.total)))
+        return found + Memory(overhead=allocator_bytes(found.activations + found.temporary, FRAGMENTATION_LEAST))
 
     @cached_property
     def _communication_bytes(self) -> int:

@@ -304,7 +304,7 @@ class Stages:
         return Shortfall(
             self.candidate,
             stages=tuple((names[first], names[last]) for first, last in cuts),
-            missing_bytes=tuple(max(0.0, value) for value in over),
+            missing_bytes=tuple(max(0.0, value) / (1 - self.method.headroom) for value in over),
             budget_bytes=max(self.stage_cost(k).budget_bytes for k in range(len(cuts))) + max(over),
             recompute_fits=self.candidate.recompute != "auto" and self._auto_fits(cuts),
         )

@@ -23,7 +23,7 @@ Spoil = Callable[[autoptd.Parallel], None]
 def told(spoil: Spoil, **fix: Any) -> list[str]:
     """Return the error of each rank."""
     torch.manual_seed(0)
-    asked = {"batch": 8, "seq": 8, "precision": "fp32", "fix": {"micro": 2, **fix}}
+    asked = {"batch": 8, "seq": 8, "precision": "fp32", "fix": {"micro": 2, "cp": 1, "virtual": 1, **fix}}
     parallel = autoptd.parallelize(NanoGPT(SIZES), world=4, **asked)  # type: ignore[arg-type]
     values = parallel.initial_values()
 

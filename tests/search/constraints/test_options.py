@@ -15,7 +15,6 @@ import torch
 
 import autoptd
 import autoptd.api
-import autoptd.cli.arguments as arguments
 import autoptd.cli.main as cli
 from autoptd.answers.constraint_costs import pin_costs, pin_texts, pins_of, pins_text
 from autoptd.answers.query import PlanQuery
@@ -27,7 +26,7 @@ from autoptd.passes.sharding.sharding import parameter_splits
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.constraints.named import Modules, read_named
-from autoptd.search.constraints.options import INCLUDABLE, read_constraints, schedules_and_chunks
+from autoptd.search.constraints.options import DIMENSIONS, read_constraints, schedules_and_chunks
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.partition import even_cuts
 from autoptd.search.planner import Answer, Planner, Task
@@ -55,9 +54,9 @@ def cluster(memory_bytes: float) -> Cluster:
     return base.model_copy(update={"device": base.device.model_copy(update=quick)})
 
 
-def planner(fix: dict[str, Any], include: tuple[str, ...] = (), memory_bytes: float = 1e12) -> Planner:
+def planner(fix: dict[str, Any], dimensions: tuple[str, ...] = (), memory_bytes: float = 1e12) -> Planner:
     source = traced()
-    constraints = read_constraints(fix, include)
+    constraints = read_constraints({"headroom": 0, **fix}).searching(*dimensions)
     task = Task(
         source.folded, cluster(memory_bytes), WORLD, BATCH, source.sizes, "bf16", "adamw", constraints, effort=None
     )
@@ -65,8 +64,8 @@ def planner(fix: dict[str, Any], include: tuple[str, ...] = (), memory_bytes: fl
 
 
 @cache
-def free(include: tuple[str, ...], memory_bytes: float) -> Answer:
-    return planner({}, include, memory_bytes).answer()
+def free(dimensions: tuple[str, ...], memory_bytes: float) -> Answer:
+    return planner({}, dimensions, memory_bytes).answer()
 
 
 PINS: list[dict[str, Any]] = [
@@ -89,11 +88,11 @@ PINS: list[dict[str, Any]] = [
     {"schedule": "zero-bubble"},
     {"shards": 2},
 ]
-INCLUDES = {"cp": "cp", "virtual": "virtual", "schedule": "zero-bubble", "shards": "shards"}
+DIMENSION_OF = {"cp": "cp", "virtual": "virtual", "schedule": "zero-bubble", "shards": "shards"}
 
 
-def included(fix: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(sorted(INCLUDES[name] for name in fix if name in INCLUDES))
+def searched_for(fix: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted(DIMENSION_OF[name] for name in fix if name in DIMENSION_OF))
 
 
 def may_be(c: Candidate, fix: dict[str, Any]) -> bool:
@@ -145,7 +144,7 @@ def obeyed(answer: Answer, fix: dict[str, Any], memory_bytes: float) -> None:
         recomputed = {i for policies in staged.solution.policies for i in policies}
         assert {2, 3, 4, 5} <= recomputed
     limit = memory_bytes * (1 - fix.get("headroom", 0.0))
-    assert all(m.total - m.overhead <= limit for m in staged.memory)
+    assert all(m.needed - m.overhead <= limit for m in staged.memory)
     lies = parameter_splits(traced().folded, staged.sharded.sharding)
     for pattern in fix.get("whole", ()):
         assert {lies[n] for n in lies if fnmatch(n, f"{pattern}.*")} <= {"B", "Bp"}
@@ -158,21 +157,21 @@ CASES = [(fix,) for fix in PINS] + [
 ]
 
 
-def answered(fix: dict[str, Any], include: tuple[str, ...], memory_bytes: float) -> Answer | AutoptdError:
+def answered(fix: dict[str, Any], dimensions: tuple[str, ...], memory_bytes: float) -> Answer | AutoptdError:
     try:
-        return planner(fix, include, memory_bytes).answer()
+        return planner(fix, dimensions, memory_bytes).answer()
     except (PlanError, DoesNotFit) as error:
         return error
 
 
 def check(fix: dict[str, Any], memory_bytes: float) -> None:
     """Assert that the constrained search finds the best of all plans that satisfy the constraints."""
-    include = included(fix)
+    dimensions = searched_for(fix)
     again = {"recompute": fix["recompute"]} if "recompute" in fix else {}
-    kept = [c for c in planner(again, include, memory_bytes).candidates() if may_be(c, fix)]
-    found = answered(fix, include, memory_bytes)
+    kept = [c for c in planner(again, dimensions, memory_bytes).candidates() if may_be(c, fix)]
+    found = answered(fix, dimensions, memory_bytes)
     try:
-        oracle = planner({n: v for n, v in fix.items() if n in TENSORS}, include, memory_bytes)
+        oracle = planner({n: v for n, v in fix.items() if n in TENSORS}, dimensions, memory_bytes)
         best, _ = least_seconds(oracle, candidates=kept, keep=lambda cuts: cut_as(cuts, fix))
     except PlanError:
         best = math.inf
@@ -183,7 +182,7 @@ def check(fix: dict[str, Any], memory_bytes: float) -> None:
     obeyed(found, fix, memory_bytes)
     assert found.staged.seconds == pytest.approx(best, rel=1e-9), fix
     if "whole" not in fix:  # tp by itself never combines whole weights with split tokens
-        assert found.staged.seconds >= free(include, memory_bytes).staged.seconds * (1 - 1e-9), fix
+        assert found.staged.seconds >= free(dimensions, memory_bytes).staged.seconds * (1 - 1e-9), fix
 
 
 TENSORS = ("headroom", "splits", "sequence_parallel", "whole")  # what the oracle takes from the search: ILP, limit
@@ -197,7 +196,7 @@ def test_a_pin_leaves_the_best_of_the_plans_that_obey_it(fix: dict[str, Any]):
 
 @pytest.mark.parametrize("start", range(3))
 def test_pairs_of_pins_do(start: int):
-    pairs = [a | b for a, b in CASES[len(PINS) :] if not included(a | b)]
+    pairs = [a | b for a, b in CASES[len(PINS) :] if not searched_for(a | b)]
     for fix in pairs[start::21]:
         check(fix, PLENTY)
 
@@ -218,17 +217,17 @@ def test_no_stage_begins_or_ends_inside_of_what_is_whole():
 
 
 def test_schedules_and_chunks_are_searched_as_far_as_they_are_free():
-    def tried(fix: dict[str, Any], *include: str) -> tuple[list[str], list[int]]:
-        return schedules_and_chunks(read_constraints(fix, include))
+    def tried(fix: dict[str, Any], *dimensions: str) -> tuple[list[str], list[int]]:
+        return schedules_and_chunks(read_constraints(fix).searching(*dimensions))
 
     assert tried({}) == (["1f1b"], [1])
     assert tried({}, "virtual") == (["1f1b", "interleaved"], [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
     assert tried({"kernels": "compiled"}, "zero-bubble", "zero-bubble-v") == (["1f1b"], [1])
-    assert tried({"virtual": 1}, "all") == (["1f1b", "zero-bubble"], [1])
+    assert tried({"virtual": 1}, *DIMENSIONS) == (["1f1b", "zero-bubble"], [1])
     assert tried({}, "zero-bubble-v") == (["1f1b", "zero-bubble-v"], [1])
     assert tried({"schedule": "zero-bubble-v"}) == (["zero-bubble-v"], [2])
-    assert tried({"schedule": "1f1b"}, "all") == (["1f1b"], [1])
-    assert tried({"virtual": 2}, "all") == (["interleaved"], [2])
+    assert tried({"schedule": "1f1b"}, *DIMENSIONS) == (["1f1b"], [1])
+    assert tried({"virtual": 2}, *DIMENSIONS) == (["interleaved"], [2])
     assert tried({"schedule": "interleaved"}, "virtual") == (["interleaved"], [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
     found = planner({"schedule": "interleaved"}, ("virtual",)).candidates()
     assert found and all(c.virtual > 1 and c.pp > 1 for c in found)
@@ -326,7 +325,7 @@ def test_each_pin_is_dropped_alone_and_all_together(asked: PlanQuery):
     for row in rows:
         assert row.cost_s == pytest.approx(row.chosen.predicted.step_time_s - row.found.predicted.step_time_s)
     text = pins_text("title", rows)
-    assert "kernels fused → eager (the default, not searched)" in " ".join(text.split())
+    assert "kernels fused → compiled (the default, not searched)" in " ".join(text.split())
     assert f"{rows[-2].cost:+.1%}" in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -381,16 +380,15 @@ def test_how_far_the_search_goes_from_a_shell(shell: Any, monkeypatch: pytest.Mo
     given: dict[str, Any] = {}
     real = autoptd.api.plan
     monkeypatch.setattr(autoptd.api, "plan", lambda *a, **k: (given.update(k), real(*a, **k))[1])
-    words = ["--include", "cp,virtual", "--exact", "--time-limit", "30"]
+    words = ["--exact", "--time-limit", "30"]
     code, text, _ = shell(*words, "--fix", "cp=2", "--json")
     assert code == 0 and Plan.from_json(text).mesh.cp == 2
-    assert (given["include"], given["exact"], given["time_limit_s"]) == (("cp", "virtual"), True, 30.0)
+    assert (given["exact"], given["time_limit_s"]) == (True, 30.0)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--include", "cpp"], "'cpp' cannot be included; did you mean 'cp'"),
         (["--split", "q_proj"], "'q_proj' is not PATTERN=PLACEMENT"),
         (["--split", "*.up.weight=S0", "--split", "*.up.weight=S1"], "'*.up.weight' is split twice"),
         (["--fix", "headroom=1"], "headroom is a fraction, at least 0 and less than 1"),
@@ -408,7 +406,3 @@ def test_mistakes_are_answered_with_one_error(shell: Any, words: list[str], said
     code, text, errors = shell(*words)
     assert (code, text) == (2, "")
     assert said in errors and errors.count("autoptd: ") == 1
-
-
-def test_the_shell_includes_what_the_search_does():
-    assert arguments.INCLUDABLE == INCLUDABLE
