@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import NamedTuple
 
 from autoptd.errors import PlanError, nearest
 from autoptd.schedule import StageMap, route_of, row_of
@@ -28,8 +29,7 @@ class Copies:
     stride: int
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One mesh with its microbatch size and memory options."""
 
     dp: int
@@ -151,7 +151,7 @@ def _with_cp(limits: MeshLimits, choices: Mapping[str, int | str], cp: int) -> I
         _check_together(alone, choices)
     for mesh in _meshes(alone, choices):
         for option in _options(alone, choices, *mesh):
-            yield from _ways(alone, replace(option, cp=cp), strict="micro" not in choices or len(limits.schedules) > 1)
+            yield from _ways(alone, option._replace(cp=cp), strict="micro" not in choices or len(limits.schedules) > 1)
 
 
 def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]:
@@ -170,11 +170,11 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
                 continue
             if row.groups and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
                 continue
+            run = c._replace(schedule=schedule, virtual=virtual)
             for shards in groups or limits.shards[:1]:
                 for ep, etp in _experts(limits, c, shards):
                     for pools in _placed(limits, c):
-                        option = replace(c, ep=ep, etp=etp, pools=pools, shards=shards)
-                        yield replace(option, schedule=schedule, virtual=virtual)
+                        yield run._replace(ep=ep, etp=etp, pools=pools, shards=shards)
 
 
 def _experts(limits: MeshLimits, c: Candidate, shards: int) -> Iterator[tuple[int, int]]:

@@ -106,6 +106,7 @@ class Planner:
         self._entries: Sequence[_Entry] = ()
         self._sharded_state: dict[Candidate, _Entry] = {}  # the entries with ZeRO 1 over all ranks
         self._families: dict[Hashable, list[Candidate]] = {}
+        self._alike: dict[Hashable, dict[int, list[_Entry]]] = {}  # those with equal splits, by their microbatch
         self._family_s: dict[Hashable, float] = {}  # lower bounds on the passes of a family's candidates
         self._whole: dict[Hashable, Sharded | AutoptdError] = {}  # the model's work on one rank
         self._best: Staged | None = None
@@ -153,8 +154,9 @@ class Planner:
         self._sharded_state = {e.candidate: e for e in entries if e.candidate.zero == 1 and not e.candidate.shards}
         for e in entries:
             self._families.setdefault(e.candidate.family, []).append(e.candidate)
+            self._alike.setdefault(self._splitter.alike(e.candidate), {}).setdefault(e.candidate.micro, []).append(e)
         saving = ((i, e.candidate) for i, e in enumerate(entries) if e.candidate.memory_saving)
-        dormant = {replace(c, memory_saving=False): i for i, c in saving}
+        dormant = {c._replace(memory_saving=False): i for i, c in saving}
         queue = [self._place(i, e.bound_s) for i, e in enumerate(entries) if not e.candidate.memory_saving]
         heapq.heapify(queue)
         while queue:
@@ -213,7 +215,7 @@ class Planner:
         if c.tp > 1 and not c.pools and len(self._entries) > 1 and not e.is_weighed:
             e.is_weighed = True
             if (key := (c.micro, c.cp, c.ep, c.etp)) not in self._whole:
-                self._whole[key] = self._solved(replace(c, tp=1, memory_saving=False))
+                self._whole[key] = self._solved(c._replace(tp=1, memory_saving=False))
             whole = self._whole[key]
             if isinstance(whole, Sharded):
                 e.bound_s = max(e.bound_s, self._bounds.shared_out_s(c, whole))
@@ -230,7 +232,7 @@ class Planner:
 
     def _is_fast(self, c: Candidate, memory_saving: Sharded) -> bool:
         """Return whether the memory-saving splits are the fast ones too."""
-        fast = self._solved(replace(c, memory_saving=False))
+        fast = self._solved(c._replace(memory_saving=False))
         return isinstance(fast, Sharded) and fast.sharding == memory_saving.sharding
 
     def _lighter(self, c: Candidate) -> _Entry | None:
@@ -238,7 +240,7 @@ class Planner:
         memory; None if that is itself, or none of the candidates."""
         if c.zero > 1 or not (c.zero == 0 or c.shards):
             return None
-        return self._sharded_state.get(replace(c, zero=1, shards=0))
+        return self._sharded_state.get(c._replace(zero=1, shards=0))
 
     def _is_dominated(self, e: _Entry) -> bool:
         """Return whether the lighter candidate is known to end its steps no later either, by even shares."""
@@ -258,7 +260,7 @@ class Planner:
             return e.bound_s
         if c.family not in self._family_s:
             members = self._families[c.family]
-            lightest = self._stages(replace(c, zero=max(m.zero for m in members), shards=0))
+            lightest = self._stages(c._replace(zero=max(m.zero for m in members), shards=0))
             self._family_s[c.family] = lightest.memory_bound_s({(m.schedule, m.virtual) for m in members})
         e.passes_s = max(e.passes_s, self._family_s[c.family])
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
@@ -349,7 +351,7 @@ class Planner:
         found = self.candidates()
         if self._method.memory == "ignore":
             return found
-        return [*found, *(replace(c, memory_saving=True) for c in found if c.tp > 1)]
+        return [*found, *(c._replace(memory_saving=True) for c in found if c.tp > 1)]
 
     def candidates(self) -> Sequence[Candidate]:
         """Return every candidate that the constraints leave open, with the fastest splits."""
@@ -364,9 +366,9 @@ class Planner:
     def _microbatches_like(self, c: Candidate) -> Sequence[Candidate]:
         """Return one candidate per microbatch size, in order, whose tensors may still be worth splitting."""
         found = {c.micro: c}
-        for e in self._entries:
-            if self._splitter.alike(c, e.candidate) and self._bound_by_work(e) < self._best_s:
-                found.setdefault(e.candidate.micro, e.candidate)
+        for micro, entries in self._alike.get(self._splitter.alike(c), {}).items():
+            if any(self._bound_by_work(e) < self._best_s for e in entries):
+                found.setdefault(micro, entries[0].candidate)
         return [found[micro] for micro in sorted(found)]
 
     def _stages(self, c: Candidate) -> Stages:

@@ -57,7 +57,8 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
     cps: tuple[int, ...] = (method.cp,)
     if "cp" in searched and "cp" not in fixed and has_attention:
         length = task.sizes.get(SEQUENCE, 1)
-        cps = tuple(d for d in divisors(task.world) if d <= _RANKS_OF_CONTEXT and length % (2 * d) == 0) or (1,)
+        most = min(_RANKS_OF_CONTEXT, max(1, length // task.constraints.tokens))
+        cps = tuple(d for d in divisors(task.world) if d <= most and length % (2 * d) == 0) or (1,)
     if task.world % cps[0]:
         raise PlanError(
             f"world {task.world} is not divisible by cp {cps[0]}",

@@ -66,7 +66,7 @@ def test_written_out_attention_is_not_searched_over_context_parallel_ranks() -> 
 
 def test_dimensions_that_a_plan_uses() -> None:
     assert search.used_by(MESH) == ()
-    own = replace(MESH, cp=2, virtual=2, zero=3, shards=2, recompute="selective")
+    own = MESH._replace(cp=2, virtual=2, zero=3, shards=2, recompute="selective")
     assert search.used_by(own) == ("cp", "recompute", "shards", "virtual", "zero")
 
 
@@ -108,7 +108,7 @@ def _planner(row: Row) -> Planner:
 
 def test_a_mesh_outside_the_space_is_reported_by_what_is_searched() -> None:
     own, _ = staged(tiny(zero=0))
-    odd = replace(own, candidate=replace(own.candidate, micro=3))
+    odd = replace(own, candidate=own.candidate._replace(micro=3))
     assert search.cause(_planner(tiny()), odd) == "outside the space: micro 3 (searched: 1, 2)"
 
 
@@ -129,10 +129,10 @@ def test_a_mesh_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_zero_and_shards_change_nothing_with_one_data_parallel_rank() -> None:
-    alone = replace(MESH, dp=1, tp=8)
-    assert search.differences(alone, replace(alone, zero=0)) == ()
-    assert search.differences(MESH, replace(MESH, zero=0)) == ("zero",)
-    assert search.differences(MESH, replace(MESH, schedule="zero-bubble")) == ()  # no pipeline, so schedules are equal
+    alone = MESH._replace(dp=1, tp=8)
+    assert search.differences(alone, alone._replace(zero=0)) == ()
+    assert search.differences(MESH, MESH._replace(zero=0)) == ("zero",)
+    assert search.differences(MESH, MESH._replace(schedule="zero-bubble")) == ()  # no pipeline, so schedules are equal
 
 
 def test_a_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,6 @@ def test_types_of_device_are_whole_ranks_in_any_order() -> None:
 def test_what_is_unusual_is_in_the_name() -> None:
     usual = Candidate(2, 4, 2, 1, 16, 1, "auto")
     assert str(usual) == "dp2 tp4 pp2 micro1 zero1 recompute=auto"
-    other = replace(usual, cp=2, schedule="zero-bubble", shards=4, pools=(1, 0))
+    other = usual._replace(cp=2, schedule="zero-bubble", shards=4, pools=(1, 0))
     assert str(other) == f"{usual} cp2 shards4 pools1,0 zero-bubble"
-    assert str(replace(usual, schedule="interleaved", virtual=3)) == f"{usual} virtual3"
+    assert str(usual._replace(schedule="interleaved", virtual=3)) == f"{usual} virtual3"

@@ -102,6 +102,7 @@ class Constraints:
     sequence_parallel: bool = True  # whether tp may split the sequence
     method: SearchOptions = SearchOptions()
     searched: frozenset[str] = frozenset(DIMENSIONS)
+    tokens: int = 1024  # of a sample that a searched cp leaves each rank, at least
     fixed: frozenset[str] = frozenset()  # every name in `fix` or `assume`
 
     def on(self, device: str) -> Constraints:
@@ -112,10 +113,10 @@ class Constraints:
         return replace(self, method=replace(self.method, kernels="compiled"))
 
     def searching(self, *dimensions: str) -> Constraints:
-        """Return these constraints with only these of the `DIMENSIONS` searched: to measure what each is worth."""
+        """Return these constraints with only these of the `DIMENSIONS` searched, with every cp: to measure them."""
         policies = self.method.policies if "recompute" in dimensions else ("full",)
         method = replace(self.method, policies=policies)
-        return replace(self, method=method, searched=frozenset(dimensions))
+        return replace(self, method=method, searched=frozenset(dimensions), tokens=1)
 
 
 def read_constraints(fix: Mapping[str, Any] | None, assume: Mapping[str, Any] | None = None) -> Constraints:

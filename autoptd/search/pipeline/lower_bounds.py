@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import add
 
@@ -184,25 +184,33 @@ class CandidateBounds:
     known: ShardingCache
     method: SearchOptions
     memory: MemoryFilter
+    _products: dict[tuple[int, int, str, int, int, int], float] = field(default_factory=dict)
     _floors: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
+    _spread: dict[tuple[int, int, int], tuple[Sharded, Sharded, float]] = field(default_factory=dict)
     _sharding: dict[tuple[int, ...], float] = field(default_factory=dict)
     _ends: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
         """Return the bound from matrix products at the device's sustained rate, for any splits."""
-        task, devices = self.task, [pool.device for pool in self.task.cluster.pools]
-        flops = self.known.product_flops(tuple(task.sizes.items())) * c.micro / (c.tp * c.cp)
-        rate = max(d.matmul_flops_per_s.of(task.precision) * d.matmul_sustained.fraction for d in devices)
-        seconds = flops / rate
-        return even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
+        key = c.tp * c.cp, c.micro, c.schedule, c.pp, c.microbatches, c.virtual
+        if key not in self._products:
+            self._products[key] = even_bound_s(self._product_s * c.micro / (c.tp * c.cp), *key[2:], 0.5)
+        return self._products[key]
+
+    @cached_property
+    def _product_s(self) -> float:
+        """Seconds of a sample's matrix products on one device."""
+        devices = [pool.device for pool in self.task.cluster.pools]
+        rate = max(d.matmul_flops_per_s.of(self.task.precision) * d.matmul_sustained.fraction for d in devices)
+        return self.known.product_flops(tuple(self.task.sizes.items())) / rate
 
     def bound_s(self, c: Candidate, sharded: Sharded) -> float:
         """Return a lower bound over all cuts, without recomputation, with the step end of an average pipeline rank."""
         overlapped = "tp" in self.method.overlap
         if c.pools:  # left to the relaxation, which knows the device type of each stage
             return 0.0
-        sharded = spread_over(sharded, c, self.method, self.task.cluster)
-        dispatched = self._dispatched_s(c, sharded)
+        sharded, sent_s = self._with_experts(c, sharded)
+        dispatched = 0.0 if "ep" in self.method.overlap else sent_s
         seconds = (sharded.compute_seconds if overlapped else sharded.seconds) + dispatched
         costs = [k for k in sharded.costs.values() if k.forward_s]
         share = 0.5  # upper bound on min(f, b) / T of any stage
@@ -211,19 +219,22 @@ class CandidateBounds:
             share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
         seconds += self._sharding_s(c)
         passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
-        return self.with_end_s(c, passes, self.microbatch_s(c, sharded))
+        return self.with_end_s(c, passes, sharded.seconds + sent_s)
 
     def microbatch_s(self, c: Candidate, sharded: Sharded) -> float:
         """Return the seconds of a microbatch through all stages, without messages and sharding."""
-        sharded = spread_over(sharded, c, self.method, self.task.cluster)
-        return sharded.seconds + self._dispatched_s(c, sharded, exposed=True)
+        spread, sent_s = self._with_experts(c, sharded)
+        return spread.seconds + sent_s
 
-    def _dispatched_s(self, c: Candidate, sharded: Sharded, exposed: bool = False) -> float:
-        """Return seconds per microbatch of experts' rows to other ranks and back, 0 if compute may hide them."""
-        if c.ep == 1 or ("ep" in self.method.overlap and not exposed):
-            return 0.0
-        cluster = self.task.cluster
-        return 2 * sum(n * dispatched_s([cost.work], c, self.method, cluster) for n, cost in sharded.every_kind)
+    def _with_experts(self, c: Candidate, sharded: Sharded) -> tuple[Sharded, float]:
+        """Return the work of the fullest rank, and seconds per microbatch of experts' rows to others and back."""
+        key = id(sharded), c.ep, c.etp
+        if key not in self._spread:
+            cluster = self.task.cluster
+            spread = spread_over(sharded, c, self.method, cluster)
+            sent = (n * dispatched_s([cost.work], c, self.method, cluster) for n, cost in spread.every_kind if c.ep > 1)
+            self._spread[key] = sharded, spread, 2 * sum(sent)  # holds the key's object, so that its id stays its own
+        return self._spread[key][1:]
 
     def _sharding_s(self, c: Candidate) -> float:
         """Return seconds per microbatch of all-gathers and reduce-scatters (ZeRO 2, 3), with the model as one stage."""

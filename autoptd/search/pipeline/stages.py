@@ -313,7 +313,7 @@ class Stages:
         other = Stages(
             self.tensors,
             self.sharded,
-            replace(self.candidate, recompute="auto"),
+            self.candidate._replace(recompute="auto"),
             self.method,
             self.chunks.precision,
             self.chunks.optimizer,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -104,10 +103,9 @@ class Splitter:
         """Return everything about a candidate that its splits depend on."""
         return c.tp, c.micro, c.cp, c.memory_saving, self._experts(c)
 
-    def alike(self, one: Candidate, other: Candidate) -> bool:
-        """Return whether the splits of two candidates depend on equal things, the size of the microbatch aside."""
-        same = (one.tp, one.cp, one.memory_saving) == (other.tp, other.cp, other.memory_saving)
-        return same and self._experts(one) == self._experts(other)
+    def alike(self, c: Candidate) -> Hashable:
+        """Return everything that a candidate's splits depend on, the size of the microbatch aside."""
+        return c.tp, c.cp, c.memory_saving, self._experts(c)
 
     def _experts(self, c: Candidate) -> ExpertsOnTp:
         return experts_on_tp(c.tp, c.ep, c.etp, self.known.facts.expert_counts if c.ep > 1 else ())
@@ -177,7 +175,7 @@ class Splitter:
 
     def _byte_s(self, c: Candidate) -> float:
         """Return the price of a byte saved for backward: seconds of full recomputation per byte that it frees."""
-        fast = self.solve(replace(c, memory_saving=False)) if c.memory_saving else None
+        fast = self.solve(c._replace(memory_saving=False)) if c.memory_saving else None
         if not isinstance(fast, Sharded):
             return 0.0
         forward_s = sum(times * k.forward_s for times, k in fast.every_kind)

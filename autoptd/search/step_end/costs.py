@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
@@ -39,7 +38,7 @@ class StepEnd(ChunkParameters):
             f"whole updates, {optimizer}", lambda: whole_updates(self.folded, optimizer)
         )
         self.cluster: Cluster = tensors.cluster
-        self.copies = replace(candidate, shards=method.shards).copies  # of dense parameters, and of experts
+        self.copies = candidate._replace(shards=method.shards).copies  # of dense parameters, and of experts
         self.dp, self.shards = self.copies[0].ranks, self.copies[0].shards
         self.main, self.compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
         self.gradient = self.compute if method.gradients == "compute" else self.main
