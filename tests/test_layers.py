@@ -30,14 +30,14 @@ explain.breakdown explain.plan
 explain.compare
 plans.model
 runtime codegen search
-plans export profile
+plans export
 compile checkpoint
-explain out_of_memory planned_model doctor
+explain out_of_memory planned_model
 parallel
 arguments
 api
-answers testing
-verification
+answers testing profile
+verification doctor
 cli
 """
 NEVER = {

@@ -79,7 +79,8 @@ def op_series(kind: str) -> Iterator[tuple[Case, ...]]:
     """Yield the series of one device, of kind "cpu" or "cuda"; those that the constants need most come first."""
     dtype, _, _ = _ATTENTION[kind]
     yield (Case(family="launch", op="add", dtype="fp32"),)
-    yield (Case(family="dispatch", op="add", dtype="fp32"),)
+    if kind == "cuda":  # on a CPU the host is the device
+        yield (Case(family="dispatch", op="step", dtype=dtype),)
     squares = {d: tuple(_linear(d, n, n, n) for n in sizes) for d, sizes in _SQUARES[kind].items()}
     yield squares.pop(dtype)
     yield from _attention(kind)

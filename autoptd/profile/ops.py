@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autoptd.profile.host import dispatch_s
 from autoptd.profile.record import Case
 from autoptd.profile.timing import Run, Timer, median_s
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROW = 1024  # row width of layer_norm and softmax
 _TINY = 8  # elements of an op whose time is its launch
-_QUEUED = 200  # ops that the host dispatches before it waits
 
 
 def time_op(case: Case, device: torch.device, clock: Timer, share_s: float) -> tuple[float, int]:
     """Return (seconds, runs). Raises RuntimeError, such as OutOfMemoryError, if the device cannot run the case."""
     if case.family == "dispatch":
-        return _dispatch_s(device, clock)
+        return dispatch_s(device)
     return median_s(clock, _run_of(case, device), share_s)
 
 
@@ -80,20 +79,6 @@ def _memory(case: Case, device: torch.device) -> Run:
 def _tiny(device: torch.device) -> Callable[[], Tensor]:
     x = torch.zeros(_TINY, device=device)
     return lambda: x.add_(1.0)
-
-
-def _dispatch_s(device: torch.device, clock: Timer) -> tuple[float, int]:
-    """Return (seconds per op, runs) for which the host is busy dispatching, whether or not the device keeps up."""
-    run = _tiny(device)
-    clock.once(run)
-    taken = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(_QUEUED):
-            run()
-        taken.append((time.perf_counter() - start) / _QUEUED)
-        clock.once(run)
-    return sorted(taken)[len(taken) // 2], _QUEUED * len(taken)
 
 
 def _values(device: torch.device, dtype: str, *shape: int) -> Tensor:

@@ -98,7 +98,7 @@ def _name(case: Case) -> str:
         case "memory":
             return f"{case.op} {case.dtype}"
         case _:
-            return {"launch": "launch of an op", "dispatch": "an op on the host"}[case.family]
+            return {"launch": "launch of an op", "dispatch": "launch in a training step, host"}[case.family]
 
 
 def _amount(case: Case) -> float:
