@@ -80,7 +80,7 @@ def op_series(kind: str) -> Iterator[tuple[Case, ...]]:
     dtype, _, _ = _ATTENTION[kind]
     yield (Case(family="launch", op="add", dtype="fp32"),)
     if kind == "cuda":  # on a CPU the host is the device
-        yield (Case(family="dispatch", op="step", dtype=dtype),)
+        yield (Case(family="dispatch", op="step", dtype="bf16"),)
     squares = {d: tuple(_linear(d, n, n, n) for n in sizes) for d, sizes in _SQUARES[kind].items()}
     yield squares.pop(dtype)
     yield from _attention(kind)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import autoptd
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import B
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.ops import library as ops
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.stage import Stage, parameter, submodule
@@ -174,3 +175,47 @@ def test_what_cannot_be_compiled() -> None:
     assert (
         autoptd.parallelize(model, world=2, precision="fp32", compile=True, **asked).plan.method.kernels == "compiled"
     )
+
+
+SMALL = GPTSizes(vocab=16, max_seq=4, width=8, layers=1, heads=1)
+
+
+def step_on(par: autoptd.Parallel) -> float:
+    ids = torch.randint(16, (2, 4), generator=torch.Generator().manual_seed(0))
+
+    def body(c: Communicators) -> float:
+        par.start(c)
+        return float(par.train_step(dict.fromkeys(par.layout.inputs, ids)))
+
+    return run_lockstep(par.layout.mesh, body)[0]
+
+
+def small(cluster: str, **options: Any) -> autoptd.Parallel:
+    return autoptd.parallelize(NanoGPT(SMALL), world=1, batch=2, seq=4, cluster=cluster, precision="fp32", **options)
+
+
+def test_blocks_are_compiled_by_default_where_a_gpu_was_planned_and_is() -> None:
+    """A plan for GPUs is compiled on GPUs, one for CPUs where that is asked for, and neither on the other device."""
+    here, there = torch.device("cpu"), torch.device("cuda")
+    gpu, cpu = small("dgx-h100"), small("local")
+    assert (gpu.plan.method.kernels, cpu.plan.method.kernels) == ("compiled", "eager")
+    assert [p._backend_on(d) for p in (gpu, cpu) for d in (here, there)] == ["", "inductor", "", ""]
+    asked = small("local", fix={"kernels": "compiled"})
+    assert [asked._backend_on(d) for d in (here, there)] == ["inductor", ""]
+    never = small("dgx-h100", compile=False)
+    assert (never.plan.method.kernels, never._backend_on(there)) == ("eager", "")
+    assert small("dgx-h100", fix={"schedule": "zero-bubble"}).plan.method.kernels == "eager"
+    step_on(gpu)  # on a CPU, without torch.compile
+
+
+def test_what_torch_compile_cannot_compile_says_what_to_do() -> None:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise ValueError("no kernel for this")
+
+    torch._dynamo.register_backend(fails, "fails")
+    with pytest.raises(RuntimeFault) as caught:
+        step_on(small("local", compile="fails"))
+    cause = caught.value.__cause__
+    assert isinstance(cause, RuntimeFault)
+    assert "torch.compile cannot compile the program" in cause.what and "no kernel for this" in cause.what
+    assert "compile=False" in cause.fix
