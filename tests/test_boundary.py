@@ -205,7 +205,7 @@ def test_four_ranks_that_cannot_trace_the_model():
     assert len(lines) <= MOST
     assert sum(line.startswith("  where  Branch (test_boundary.py:") for line in lines) == 1
     pointing = sum("shows the details)" in line for line in lines)
-    assert pointing in (1, 2, 3)  # the launcher may end the others first
+    assert pointing in range(4)  # the launcher may end the others first
     assert "a branch or a loop depends on data" in launcher.split("Root Cause")[1]
 
 

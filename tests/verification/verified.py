@@ -15,7 +15,7 @@ from autoptd.verification.verdict import Trial, Verdict, judge, make_trial
 COMMON = {"micro": 1, "recompute": "none", "sequence_parallel": False}
 FIXED = {
     "tensors": {"dp": 2, "tp": 2, "pp": 1, "zero": 1, **COMMON},
-    "stages": {"dp": 2, "tp": 1, "pp": 2, "zero": 1, **COMMON},
+    "stages": {"dp": 2, "tp": 1, "pp": 2, "zero": 1, "virtual": 1, "schedule": "1f1b", **COMMON},
     "again": {"dp": 1, "tp": 2, "pp": 1, "zero": 1, "micro": 2, "recompute": "selective"},
     "thirds": {"dp": 2, "tp": 1, "pp": 1, "zero": 3, **COMMON},
 }
