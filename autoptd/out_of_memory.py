@@ -26,7 +26,7 @@ import torch
 
 from autoptd.compile.make_plan import make_plan
 from autoptd.compile.traced import TracedModel
-from autoptd.errors import AutoptdError, OutOfMemory, RuntimeFault
+from autoptd.errors import AutoptdError, OutOfMemory
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.runtime.trainer import Trainer
@@ -59,22 +59,11 @@ class Account:
 
 @contextmanager
 def explained(trainer: Trainer, plan: Plan, source: TracedModel, resident: int) -> Iterator[None]:
-    """Turn an out-of-memory error within a step into OutOfMemory, and one of torch.compile into RuntimeFault.
-
-    `resident`: `resident_bytes()` before training.
-    """
-    from torch._dynamo.exc import TorchDynamoException
-
+    """Turn an out-of-memory error within a step into OutOfMemory. `resident`: `resident_bytes()` before training."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         root = error.__cause__ if isinstance(error.__cause__, (RuntimeError, MemoryError)) else error
-        if isinstance(root, TorchDynamoException):
-            raise RuntimeFault(
-                f"torch.compile cannot compile the program: {' '.join(str(root).splitlines()[:2])}",
-                where=getattr(error, "where", "") or f"rank {trainer.communicators.rank}",
-                fix="pass compile=False, and plan with fix={'kernels': 'eager'} for predictions of that",
-            ) from error
         if not is_out_of_memory(root):
             raise
         account = account_of(trainer, plan, resident)

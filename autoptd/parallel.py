@@ -35,7 +35,7 @@ from autoptd.runtime.loss_scaling import LossScale
 from autoptd.runtime.optimizers.groups import ParameterGroup
 from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
-from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage
+from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage, compiling
 from autoptd.runtime.trainer import Trainer
 from autoptd.text import printable
 
@@ -201,7 +201,7 @@ class Parallel:
         trainer = self._running
         if self._meter.step == 0:
             self._meter.restart()
-        with self._watch, explained(trainer, self.plan, self._source, self._resident):
+        with self._watch, compiling(), explained(trainer, self.plan, self._source, self._resident):
             self._loss = trainer.train_step(batch)
         self._meter.count()
         return self._loss

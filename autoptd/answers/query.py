@@ -13,7 +13,7 @@ from typing import Any
 import autoptd.api
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import HEADROOM, Memory
+from autoptd.cost_models.memory import HEADROOM
 from autoptd.errors import InputsError
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.plans.model import Plan
@@ -69,7 +69,7 @@ class PlanQuery:
     def device_bytes(self, plan: Plan) -> list[int]:
         """Return the memory that a device of each pipeline rank must have for a plan to fit, headroom included."""
         free = self.fix.get("headroom", HEADROOM)
-        return [math.ceil(Memory(**row).needed / (1 - free)) for row in plan.predicted.memory]
+        return [math.ceil(sum(row.values()) / (1 - free)) for row in plan.predicted.memory]
 
     def within(self, seconds: float) -> PlanQuery:
         """Return the query with at most `seconds` of search after the first plan."""

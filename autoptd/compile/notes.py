@@ -94,14 +94,11 @@ def whole_notes(staged: Staged) -> list[str]:
 
 def memory_notes(staged: Staged, cluster: Cluster) -> list[str]:
     """Return a warning if a rank is not sure to have enough memory."""
-    found = []
-    for rank, memory in enumerate(staged.memory):
-        device = cluster.pools[staged.candidate.pools[rank] if staged.candidate.pools else 0].device
-        if memory.needed * MOST_MEASURED > device.memory_bytes:
-            found.append((memory.needed / device.memory_bytes, memory.needed, device.memory_bytes))
-    if not found:
+    pools = staged.candidate.pools or (0,) * staged.candidate.pp
+    ranks = [(m.needed, cluster.pools[pool].device.memory_bytes) for m, pool in zip(staged.memory, pools, strict=True)]
+    needed, whole = max(ranks, key=lambda rank: rank[0] / rank[1])
+    if needed * MOST_MEASURED <= whole:
         return []
-    _, needed, whole = max(found)
     return [
         f"may run out of memory: the fullest rank is predicted to need {needed / 2**30:.1f} of {whole / 2**30:.1f} "
         f"GiB, and with {CONFIDENCE:.0%} confidence less than {MOST_MEASURED * needed / 2**30:.1f} GiB"

@@ -1,7 +1,7 @@
 """The host's time to launch an op in training: from steps of a model so small that the device waits for the host.
 
 The time of a step, divided by the launches that the cost models count in it. A loop over one op would miss most of it:
-on an H200 that takes 6.5 us, where a launch within a training step took 40 to 56 us, with its share of the emitted
+on an H200 that takes 6.5 us, where a launch within a training step took 37 to 56 us, with its share of the emitted
 program, of autograd in both passes and of the optimizer.
 """
 

@@ -16,7 +16,8 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from threading import Lock
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ops import library as ops
 from autoptd.ops.recompute import keep, recompute, spare
 from autoptd.ops.stage import Stage
@@ -59,6 +60,24 @@ def check_backend(backend: str, schedule: str, device: torch.device | None = Non
             where="compile",
             fix="install the triton of this torch, or pass compile=False: slower than predicted",
         )
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Turn an error of torch.compile within a step into RuntimeFault, with the way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        from torch._dynamo.exc import TorchDynamoException
+
+        root = error.__cause__ or error
+        if not isinstance(root, TorchDynamoException):
+            raise
+        raise RuntimeFault(
+            f"torch.compile cannot compile the program: {' '.join(str(root).splitlines()[:2])}",
+            where=getattr(error, "where", ""),
+            fix="pass compile=False, and plan with fix={'kernels': 'eager'} for predictions of that",
+        ) from error
 
 
 def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:

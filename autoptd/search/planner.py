@@ -12,7 +12,7 @@
 
 Candidates wait in one queue, ordered by the best lower bound known of each, and plain meshes before all others. The
 first one takes its next step and goes back into the queue. When the first bound is not below the best simulated time,
-the search is over, and unless it is exact, once so many of the others were simulated. The gap is measured from the
+the search is over; unless it is exact, also once `_VARIED` of the others were simulated. The gap is measured from the
 least bound of the candidates that were not examined in full.
 """
 
