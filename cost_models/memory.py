@@ -268,13 +268,14 @@ def optimizer_step_bytes(shard_numel: int, *, precision: str, optimizer: str, ke
     """Return the bytes that one optimizer step reads and writes for the elements that this rank updates.
 
     It reads gradient, main parameter and state; it writes main parameter, state and, if separate, the compute copy.
-    `kept`: elements of state, by default the moments of each element.
+    Before, the norm reads the gradient, and clipping scales it. `kept`: elements of state, by default the moments of
+    each element.
     """
     _known("precision", precision, COMPUTE_BYTES)
     _known("optimizer", optimizer, MOMENTS)
     main, compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
     state = MOMENTS[optimizer] * shard_numel if kept is None else kept
-    return shard_numel * (3 * main + (compute if compute != main else 0)) + 2 * main * state
+    return shard_numel * (6 * main + (compute if compute != main else 0)) + 2 * main * state
 
 
 # ---- in flight ----

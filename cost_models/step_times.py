@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from autoptd.errors import PlanError
 from autoptd.schedule.stage_map import Shape, StageMap
 
-_END = ("reduce_s", "step_s", "gather_s")  # a rank's times at the end of a step
+_END = ("reduce_s", "step_s", "gather_s", "buckets")  # of a rank, for the end of a step
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,14 @@ class Overlap:
 def times_to_data(times: Sequence[StageTimes], shape: Shape = "loop") -> tuple[dict[str, float], ...]:
     """Return the form in plan files: one table per stage in model order; `shape` maps stages to ranks.
 
-    Each has the fields of `ChunkTimes`; those of chunk 0 have the rank's reduce_s, step_s and gather_s too.
+    Each has the fields of `ChunkTimes`; those of chunk 0 have the rank's reduce_s, step_s, gather_s and buckets too.
     """
     chunks = len(times[0].chunks) if times else 0
     if any(len(rank.chunks) != chunks for rank in times):
         raise ValueError(f"ranks have different numbers of chunks: {[len(rank.chunks) for rank in times]}")
     places = map(StageMap(max(1, len(times)), chunks, shape).place, range(len(times) * chunks))
-    return tuple(
-        asdict(times[rank].chunks[chunk]) | ({name: getattr(times[rank], name) for name in _END} if chunk == 0 else {})
-        for rank, chunk in places
-    )
+    ends = [{name: x for name in _END if (x := getattr(rank, name)) is not None} for rank in times]
+    return tuple(asdict(times[rank].chunks[chunk]) | (ends[rank] if chunk == 0 else {}) for rank, chunk in places)
 
 
 def times_from_data(data: Sequence[Mapping[str, float]], ranks: int, shape: Shape = "loop") -> tuple[StageTimes, ...]:
@@ -131,6 +129,7 @@ def times_from_data(data: Sequence[Mapping[str, float]], ranks: int, shape: Shap
             reduce_s=data[rank].get("reduce_s", 0.0),
             step_s=data[rank].get("step_s", 0.0),
             gather_s=data[rank].get("gather_s", 0.0),
+            buckets=int(data[rank]["buckets"]) if "buckets" in data[rank] else None,
         )
         for rank in range(ranks)
     )

@@ -144,7 +144,9 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         modules=tuple(stage.modules for stage in plan.stages),
         gradients="compute" if narrow else "main",
         bucket_elements=elements_of(
-            plan.method.bucket_bytes, (COMPUTE_BYTES if narrow else MAIN_BYTES)[plan.precision]
+            plan.method.bucket_bytes,
+            (COMPUTE_BYTES if narrow else MAIN_BYTES)[plan.precision],
+            plan.mesh.dp * plan.mesh.cp,
         ),
     )
 

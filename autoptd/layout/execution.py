@@ -21,7 +21,7 @@ class ExecutionOptions:
     gathers        tensors that tp gathers for a product: "kept" for backward, or re-gathered in it ("again")
     gradients      accumulated and reduced in the "main" type (float32 for bf16 parameters) or the "compute" type;
                    "both": in the main type, with a buffer of the compute type beside it
-    bucket_bytes   size of a gradient bucket; 0: the runtime's default, priced as one bucket
+    bucket_bytes   size of a gradient bucket; 0: the default, see layout/state_bytes.py
     shards         data-parallel ranks that ZeRO shards state over; 0: all of them
     sends          P2P of tensors that every tp rank holds: "whole" by each rank, or as "slices" (scatter-gather P2P)
     context        attention over cp ranks: "ring" attention, or "ulysses" (all-to-all between heads and tokens)

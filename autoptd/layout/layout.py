@@ -126,7 +126,7 @@ class Layout:
     slices: bool = False  # scatter-gather P2P: each tp rank sends a slice of replicated tensors, receivers gather
     modules: tuple[str, ...] = ()  # names of each stage's modules, for a profiler
     gradients: str = "main"  # type of gradient accumulation and reduction: "main", or "compute", the parameters'
-    bucket_elements: int = 8 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
+    bucket_elements: int = 32 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):

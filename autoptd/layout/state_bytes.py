@@ -22,11 +22,17 @@ from autoptd.layout.placements import Placement, Split
 
 Unit: TypeAlias = tuple[str, tuple[int, ...]]  # `TensorSpec.unit`: path of a block or "", and the stages that read it
 BUCKET_ELEMENTS = Layout.bucket_elements
+RANK_ELEMENTS = 2**20  # of a default bucket for each rank, so that a message's bytes cost more than its latency
 
 
-def elements_of(bucket_bytes: int, gradient_bytes: int) -> int:
-    """Return the elements at which a bucket of `bucket_bytes` of gradients closes; 0 bytes: the default."""
-    return max(1, bucket_bytes // gradient_bytes) if bucket_bytes else BUCKET_ELEMENTS
+def elements_of(bucket_bytes: int, gradient_bytes: int, ranks: int) -> int:
+    """Return the elements at which a bucket of `bucket_bytes` of gradients closes.
+
+    0 bytes: the default, which grows with the ranks that reduce it, since a ring has as many steps.
+    """
+    if bucket_bytes:
+        return max(1, bucket_bytes // gradient_bytes)
+    return max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks)
 
 
 def buffer_class(placement: Placement) -> str:

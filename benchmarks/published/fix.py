@@ -13,8 +13,13 @@ Fix = dict[str, Any]
 # The row's sharding -> ZeRO stage (Rajbhandari et al. 2020; Zhao et al. 2023, table of FSDP strategies).
 _ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp_shard_grad_op": 2, "fsdp_full_shard": 3, "hsdp": 3}
 # Buffer bytes of DeepSpeed's ZeRO: reduce_bucket_size and allgather_bucket_size are 5e8 elements (its configuration
-# reference; quoted from memory).
+# reference; quoted from memory). Two buffers alternate in reduction, one is for gathers.
 _DEEPSPEED_BUCKET = 2 * 500_000_000
+_DEEPSPEED_BUFFERS = 3
+# Megatron-Core's --ddp-bucket-size by default, in elements, if reduction overlaps with backward (its arguments; quoted
+# from memory); otherwise it reduces all gradients at once.
+_MEGATRON_BUCKET, _MEGATRON_BUCKET_RANK = 40_000_000, 1_000_000
+_ALL_AT_ONCE = 2**62
 # Megatron-Core's --recompute-modules that cost little time (a norm, an activation, a small product): not counted
 _LIGHT = {"layernorm", "mla_up_proj", "moe_act", "rmsnorm", "mla_up_projection", "swiglu"}
 _RECOMPUTE = ("none", "selective", "full")
@@ -53,6 +58,10 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron saves them for backward
     if "DeepSpeed" in row.framework and zero:
         fix["bucket_bytes"] = _DEEPSPEED_BUCKET
+    elif row.is_megatron:
+        elements = max(_MEGATRON_BUCKET, _MEGATRON_BUCKET_RANK * row.dp * row.cp)
+        width = 2 if fix["gradients"] == "compute" else 4
+        fix["bucket_bytes"] = width * elements if "dp" in fix["overlap"] else _ALL_AT_ONCE
     if row.is_megatron or row.torch_compile or "Composer" in row.framework:
         # Megatron's vocab_parallel_cross_entropy; compiled loss and backward; MPT's fused_crossentropy (from memory)
         fix["loss"] = "in_place"
@@ -76,6 +85,11 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if zero >= 2 and row.fsdp_shard_size not in (None, row.dp):
         fix["shards"] = row.fsdp_shard_size
     return fix
+
+
+def bucket_buffers(row: Row) -> int:
+    """Return the bytes of a run's buffers for buckets, beside its gradients."""
+    return _DEEPSPEED_BUFFERS * _DEEPSPEED_BUCKET if "DeepSpeed" in row.framework and _zero(row) else 0
 
 
 def _check(row: Row) -> None:

@@ -18,7 +18,7 @@ from autoptd.search.constraints.options import Constraints, read_constraints
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Planner, Task
 from benchmarks.published.clusters import cluster_of
-from benchmarks.published.fix import chunk_counts, fix_of
+from benchmarks.published.fix import bucket_buffers, chunk_counts, fix_of
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import Shape, build, shape_of
 
@@ -151,7 +151,8 @@ def staged(row: Row) -> tuple[Staged, Cluster]:
 
 
 def _read(plan: Plan, row: Row, cluster: Cluster) -> Prediction:
-    ranks = [Memory(**memory) for memory in plan.predicted.memory]
+    buffers = Memory(communication=bucket_buffers(row))
+    ranks = [Memory(**memory) + buffers for memory in plan.predicted.memory]
     memory_bytes, needed = cluster.device.memory_bytes, max(m.needed for m in ranks)
     covered = [ranks[i] for i in _stages(row.peak_memory_kind, len(ranks))]
     return Prediction(

@@ -103,7 +103,7 @@ def check_form(plan: Plan, world: int, batch: int) -> None:
     mesh = plan.mesh
     assert mesh.dp * mesh.tp * mesh.pp == world and plan.not_runnable == ()
     assert mesh.dp * plan.micro * plan.schedule.microbatches == batch
-    assert len(plan.stages) == mesh.pp
+    assert len(plan.stages) == mesh.pp * plan.schedule.virtual
     assert plan.predicted.memory_bytes <= plan.cluster.device.memory_bytes
     assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
     assert Plan.from_json(plan.to_json()) == plan

@@ -173,7 +173,7 @@ class ChunkCosts(StepEnd):
     def _sharding_s(self, first: int, last: int, forward_s: float, backward_s: float) -> tuple[float, float]:
         """Return exposed seconds (forward, backward) of all-gathering parameters and reduce-scattering gradients.
 
-        One all-gather per block and pass under ZeRO-3, as in FSDP (Zhao et al. 2023)."""
+        One all-gather per block and pass under ZeRO-3, as in FSDP (Zhao et al. 2023), or per bucket in large blocks."""
         c = self.candidate
         if c.zero < 2 or self.dp == 1:
             return 0.0, 0.0
@@ -181,10 +181,11 @@ class ChunkCosts(StepEnd):
         still = [self.frozen_bytes(first, last, backward=back) if c.zero == 3 else 0 for back in (False, True)]
         gather = back = 0.0
         for trained, copies in self._trained([(first, last)]):
-            each = ((trained * self.compute + frozen) / blocks for frozen in still)
-            once, again = (self._collective_s("all_gather", n, copies.shards, copies.stride) * blocks for n in each)
+            n = max(blocks, self.buckets(trained))
+            each = ((trained * self.compute + frozen) / n for frozen in still)
+            once, again = (n * self._collective_s("all_gather", part, copies.shards, copies.stride) for part in each)
             gather += once
-            back += blocks * self._sum_s(trained * self.gradient / blocks, copies)
+            back += n * self._sum_s(trained * self.gradient / n, copies)
             back += again if c.zero == 3 else 0.0
             still = [0, 0]
         if "dp" not in self.method.overlap:

@@ -39,11 +39,12 @@ _PROVED_ROUNDS = 4  # microbatches per rank for which a schedule is proved
 
 @dataclass(frozen=True)
 class RankEnd:
-    """Seconds of the end of a step on one pipeline rank."""
+    """Seconds of the end of a step on one pipeline rank. `buckets`: those of a chunk, on average."""
 
     reduce_s: float
     step_s: float
     gather_s: float
+    buckets: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def timed(chunks: ChunkCosts, solution: StageSolution, memory: tuple[Memory, ...
 
 def _end(chunks: ChunkCosts, cut: Cuts, rank: int) -> RankEnd:
     runs = list(chunks.candidate.route.of(cut, rank))
-    return RankEnd(chunks.reduce_s(runs, cut), chunks.step_s(runs), chunks.gather_s(runs))
+    buckets = chunks.buckets(sum(chunks.numel(*run) for run in runs) // len(runs))
+    return RankEnd(chunks.reduce_s(runs, cut), chunks.step_s(runs), chunks.gather_s(runs), buckets)
 
 
 def _bound_s(stages: tuple[ChunkCost, ...], c: Candidate, method: SearchOptions) -> float:
@@ -135,7 +137,7 @@ def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
         for i, cost in enumerate(staged.stages)
     ]
     return tuple(
-        StageTimes(staged.route.of(chunks, rank), end.reduce_s, end.step_s, end.gather_s)
+        StageTimes(staged.route.of(chunks, rank), end.reduce_s, end.step_s, end.gather_s, end.buckets)
         for rank, end in enumerate(staged.ends)
     )
 

@@ -174,11 +174,11 @@ class StageCost:
 
     @cached_property
     def _communication_bytes(self) -> int:
-        """Bytes of the library's buffers per communicator and of gradient buckets."""
+        """Bytes of the library's buffers per communicator."""
         c, (dense, *experts) = self.candidate, self.chunks.copies
         groups = [c.tp * dense.ranks * c.pp, c.tp, dense.ranks, c.pp, min(c.pp, 2)]
         groups += [size for copies in experts for size in (c.ep, copies.ranks)]  # of experts: ep and edp
-        return communicator_bytes(groups) + 3 * self.method.bucket_bytes  # two alternate in reduction, one to gather
+        return communicator_bytes(groups)
 
     # ---- runs of segments and their blocks ----
 

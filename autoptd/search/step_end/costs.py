@@ -42,7 +42,7 @@ class StepEnd(ChunkParameters):
         self.dp, self.shards = self.copies[0].ranks, self.copies[0].shards
         self.main, self.compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
         self.gradient = self.compute if method.gradients == "compute" else self.main
-        self.bucket = elements_of(method.bucket_bytes, self.main)
+        self.bucket = elements_of(method.bucket_bytes, self.gradient, candidate.dp * candidate.cp)  # elements
 
     def _collective_s(self, name: str, nbytes: float, ranks: int, stride: int = 0) -> float:
         """Return seconds of a collective over ranks `stride` apart, by default neighbours on the data axis."""
@@ -73,21 +73,23 @@ class StepEnd(ChunkParameters):
         for trained, copies in self._trained(runs) if c.zero < 2 else ():
             if copies.ranks > 1 and trained:
                 buckets = self.buckets(trained)
-                each = trained * self.gradient / buckets
-                found += buckets * self._sum_s(each, copies)
+                found += buckets * self._sum_s(trained * self.gradient / buckets, copies)
         return found + self._tied_s(runs, cut)
 
     def buckets(self, trained: int) -> int:
-        """Return the number of buckets in which the gradients of `trained` elements are reduced."""
-        size = self.method.bucket_bytes
-        return max(1, -(-trained * self.gradient // size)) if size else 1
+        """Return the number of buckets of `trained` elements, which are reduced and gathered one after another."""
+        return max(1, -(-trained // self.bucket))
 
     def gather_s(self, runs: list[tuple[int, int]]) -> float:
         """Return seconds of all-gathering the updated parameters (ZeRO-1)."""
         if self.candidate.zero != 1 or self.dp == 1:
             return 0.0
-        parts = self._trained(runs)
-        return sum(self._collective_s("all_gather", n * self.compute, c.shards, c.stride) for n, c in parts)
+        found = 0.0
+        for trained, copies in self._trained(runs):
+            buckets = self.buckets(trained)
+            each = trained * self.compute / buckets
+            found += buckets * self._collective_s("all_gather", each, copies.shards, copies.stride)
+        return found
 
     def step_s(self, runs: list[tuple[int, int]]) -> float:
         """Return seconds of the optimizer on this rank's shard."""
