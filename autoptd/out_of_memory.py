@@ -174,6 +174,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "a smaller microbatch with recomputation", {"micro": micro // 2, "recompute": "full"}
     for zero in range(plan.zero + 1, 4) if mesh.dp * mesh.cp > 1 else ():
         yield f"ZeRO {zero}", {"zero": zero}
+    if plan.zero < 3 and max(plan.method.offload, default=0.0) < 1:
+        yield "the optimizer state in host memory", {"offload": 1.0}
     if mesh.dp % 2 == 0:
         yield "more stages", {"pp": mesh.pp * 2, "dp": mesh.dp // 2}
         yield "more tensor parallelism", {"tp": mesh.tp * 2, "dp": mesh.dp // 2}

@@ -81,6 +81,19 @@ class AttentionRates(_ClusterPart):
     source: str = ""
 
 
+class HostMemory(_ClusterPart):
+    """Rates of one device's share of its host: of copies there and back while all devices of the host copy, and of the
+    optimizer step there, which reads and writes the host's memory."""
+
+    to_bytes_per_s: Rate = 5.8e9
+    from_bytes_per_s: Rate = 5.4e9
+    step_bytes_per_s: Rate = 16e9
+    source: str = (
+        "copies: 8 A100 on PCIe, all at once (github.com/Dazz993/Mist, tuned_configs); step: 10e9 parameters in 2.2 s "
+        "on two Xeon 8168 (Ren et al. 2021, ZeRO-Offload, table of CPU-Adam; quoted from memory), for 8 devices"
+    )
+
+
 class Device(_ClusterPart):
     """One accelerator (or one CPU process). Sizes in bytes, rates per second, times in seconds."""
 
@@ -105,6 +118,7 @@ class Device(_ClusterPart):
     memory_sustained: Sustained = Sustained()
     rows_sustained: Sustained | None = None  # by kernels that need whole rows (softmax, norms); None: as by others
     additions_per_s: Rate | None = None  # of elements that are added up by index; None: as fast as they are read
+    host: HostMemory = HostMemory()
 
     @model_validator(mode="after")
     def _has_usable_memory(self) -> Device:

@@ -185,11 +185,12 @@ U, R = sympy.symbols("u r", integer=True, nonnegative=True)  # elements of unsha
 _C, _M, _G, K = sympy.symbols("c m g k", integer=True, nonnegative=True)
 _MAIN = sympy.Symbol("main", integer=True, nonnegative=True)  # 1 if there is a main copy besides the compute dtype's
 _E = sympy.Symbol("e", integer=True, nonnegative=True)  # elements with moments: n / d without padding
+_H = sympy.Symbol("h", integer=True, nonnegative=True)  # of n / d, elements whose main copy is in host memory
 
 STATE: Mapping[int, Mapping[str, sympy.Expr]] = {
-    0: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (K * _E + _MAIN * N)},
-    1: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (K * _E + _MAIN * N / D)},
-    2: {"parameters": _C * N, "gradients": _G * N / D + _G * U, "optimizer": _M * (K * _E + _MAIN * N / D)},
+    0: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (K * _E + _MAIN * (N - _H))},
+    1: {"parameters": _C * N, "gradients": _G * N, "optimizer": _M * (K * _E + _MAIN * (N / D - _H))},
+    2: {"parameters": _C * N, "gradients": _G * N / D + _G * U, "optimizer": _M * (K * _E + _MAIN * (N / D - _H))},
     3: {"parameters": _M * N / D + _C * R, "gradients": _M * N / D + _G * U, "optimizer": _M * K * _E},
 }
 
@@ -200,7 +201,7 @@ def formulas(*, precision: str, optimizer: str, zero: int = 0, gradients: str = 
     _known("optimizer", optimizer, MOMENTS)
     uniform = UPDATE_COSTS[optimizer].whole == "none" or not UPDATE_COSTS[optimizer].matrices
     found = _expressions(precision, MOMENTS[optimizer] if uniform else K, zero, gradients)
-    return {name: sympy.expand(text.subs(stepped)) for name, text in found.items()}
+    return {name: sympy.expand(text.subs(stepped | {_H: 0})) for name, text in found.items()}
 
 
 def _expressions(precision: str, moments: int | sympy.Symbol, zero: int, gradients: str) -> dict[str, sympy.Expr]:
@@ -222,7 +223,7 @@ def _expressions(precision: str, moments: int | sympy.Symbol, zero: int, gradien
 @cache
 def _evaluators(precision: str, moments: int, zero: int, gradients: str) -> dict[str, Callable[..., float]]:
     found = _expressions(precision, moments, zero, gradients)
-    return {name: sympy.lambdify((N, D, U, R, _E), text, "math") for name, text in found.items()}
+    return {name: sympy.lambdify((N, D, U, R, _E, _H), text, "math") for name, text in found.items()}
 
 
 def model_state(
@@ -239,6 +240,7 @@ def model_state(
     gathered_numel: int = 0,
     stepped: int | None = None,
     kept: int | None = None,
+    on_host: int = 0,
 ) -> Memory:
     """Return parameters, gradients and optimizer state of one rank, to the byte.
 
@@ -247,7 +249,8 @@ def model_state(
     sharded copy, by default dp. `gradients`: dtype of stored gradients, "main", "compute" or "both". `whole_numel`:
     local elements whose gradients ZeRO 2 and 3 hold unsharded at a time. `gathered_numel`: those whose parameters ZeRO
     3 holds gathered at a time. `stepped`: elements that this rank's optimizer updates; by default its shard with
-    padding. `kept`: elements of the optimizer's state; by default its moments for each of these. Raises ValueError.
+    padding. `kept`: elements of the optimizer's state; by default its moments for each of these. `on_host`: elements
+    of this rank's shard whose main copy is in host memory, where the state of these is too. Raises ValueError.
     """
     _known("optimizer", optimizer, MOMENTS)
     evaluators = _evaluators(precision, MOMENTS[optimizer] if kept is None else 1, zero, gradients)
@@ -258,24 +261,27 @@ def model_state(
     if multiple % width:
         raise ValueError(f"buckets padded to {multiple} elements are not divisible by {width} ranks")
     numel = sum(padded(n, multiple) for n in bucket_numels)
-    own = kept if kept is not None else numel // width if stepped is None else stepped
-    return Memory(
-        **{name: round(value(numel, width, whole_numel, gathered_numel, own)) for name, value in evaluators.items()}
-    )
+    own = kept if kept is not None else numel // width - on_host if stepped is None else stepped
+    values = numel, width, whole_numel, gathered_numel, own, on_host
+    return Memory(**{name: round(value(*values)) for name, value in evaluators.items()})
 
 
 def optimizer_step_bytes(shard_numel: int, *, precision: str, optimizer: str, kept: int | None = None) -> int:
     """Return the bytes that one optimizer step reads and writes for the elements that this rank updates.
 
     It reads gradient, main parameter and state; it writes main parameter, state and, if separate, the compute copy.
-    Before, the norm reads the gradient, and clipping scales it. `kept`: elements of state, by default the moments of
-    each element.
+    `kept`: elements of state, by default the moments of each element.
     """
     _known("precision", precision, COMPUTE_BYTES)
     _known("optimizer", optimizer, MOMENTS)
     main, compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
     state = MOMENTS[optimizer] * shard_numel if kept is None else kept
-    return shard_numel * (6 * main + (compute if compute != main else 0)) + 2 * main * state
+    return shard_numel * (3 * main + (compute if compute != main else 0)) + 2 * main * state
+
+
+def clip_bytes(shard_numel: int, precision: str) -> int:
+    """Return the bytes that clipping gradients reads and writes before: their norm, and their scaling."""
+    return 3 * MAIN_BYTES[precision] * shard_numel
 
 
 # ---- in flight ----

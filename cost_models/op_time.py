@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autoptd.cost_models.cluster import Device
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
 
 KINDS = ("matmul", "attention", "memory", "rows")
 # rows and columns of a tile, and the fraction of the best tile's rate that it sustains: smaller ones read more per flop
@@ -142,6 +143,13 @@ def attention_s(device: Device, work: OpWork) -> float:
 def memory_s(device: Device, nbytes: float) -> float:
     """Return the seconds to move `nbytes` (reads plus writes) through device memory, without launch."""
     return nbytes / (device.memory_bytes_per_s * device.memory_sustained.fraction)
+
+
+def host_update_s(device: Device, numel: int, precision: str, optimizer: str) -> float:
+    """Return the seconds of an optimizer step on the host: gradients go there, and new parameters come back."""
+    host, step_bytes = device.host, optimizer_step_bytes(numel, precision=precision, optimizer=optimizer)
+    there_s, back_s = MAIN_BYTES[precision] / host.to_bytes_per_s, COMPUTE_BYTES[precision] / host.from_bytes_per_s
+    return numel * (there_s + back_s) + step_bytes / host.step_bytes_per_s
 
 
 def memory_kernel_s(device: Device, work: OpWork) -> float:

@@ -606,8 +606,13 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "2 × H100-SXM5-80GB, which have 0.7 GiB each for training, so that it fits with 95% confidence" in err
     assert "stage 0 (tokens … " in err
     assert "GiB" in err.split("lacks")[1]
-    # (8 * 12 * 1536^2 + (64 + 16) * 1536 + 17 * 1536) parameters of 2 + 4 + 12 bytes are 4.1e9: five devices
-    assert "a world of at least 5: parameters, gradients and optimizer state alone are 4 GiB" in err
+    # (8 * 12 * 1536^2 + (64 + 16) * 1536 + 17 * 1536) parameters of 2 + 4 bytes, and 12 on the host, are 1.4e9
+    assert "GiB" in err and "a world of at least" not in err
+    needed = float(err.split("devices of ")[1].split()[0])
+    assert 1.2 < needed < 2.5
+    code, out, err = run_cli(capsys, *words, "--seq", "16", "--fix", "offload=0", "-o", str(tmp_path / "plan.json"))
+    # with 12 bytes more they are 4.1e9: five devices
+    assert "a world of at least 5: parameters, gradients and optimizer state alone are 3.8 GiB" in err
     needed = float(err.split("or devices of ")[1].split()[0])
     assert 2.5 < needed < 4.5
     assert f"{needed} GiB ({', '.join(autoptd.Cluster.names())})" in err
@@ -627,14 +632,15 @@ def test_missing_bytes_are_what_is_missing():
 
 def test_recomputation_that_was_ruled_out_is_offered():
     constraints: dict[str, Any] = {"world": 1, "batch": 64}
+    fix = {"micro": 64, "offload": 0}
     none, full = (
-        autoptd.plan(traced_large(), cluster=cluster(8e10), **constraints, fix={"micro": 64, "recompute": again})
+        autoptd.plan(traced_large(), cluster=cluster(8e10), **constraints, fix={**fix, "recompute": again})
         for again in ("none", "full")
     )
     between = cluster(MOST_MEASURED * (none.predicted.memory_bytes + full.predicted.memory_bytes) / 2)
-    error = refusal(DoesNotFit, traced_large(), cluster=between, **constraints, fix={"micro": 64, "recompute": "none"})
+    error = refusal(DoesNotFit, traced_large(), cluster=between, **constraints, fix={**fix, "recompute": "none"})
     assert "leave fix['recompute'] out" in error.fix
-    plan = autoptd.plan(traced_large(), cluster=between, **constraints, fix={"micro": 64})
+    plan = autoptd.plan(traced_large(), cluster=between, **constraints, fix=fix)
     assert plan.predicted.memory_bytes <= between.device.usable_bytes
 
 

@@ -46,6 +46,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "sequence_parallel": ("true", "false"),
     "max_tp": int,
     "headroom": float,
+    "offload": float,
 }
 COUNTED = ("world", "batch", "seq")  # `--sweep` accepts these too: numbers from 1,
 NAMED = ("cluster",)  # and names
@@ -126,7 +127,7 @@ def _fixed_value(name: str, value: str) -> object:
         if value not in kind:
             raise argparse.ArgumentTypeError(f"{name} is one of {', '.join(kind)}, not {value!r}")
         return value
-    if name == "headroom":
+    if kind is float:
         return _share(name, value)
     least = 0 if name in ("shards", "zero") else 1
     if not value.isascii() or not value.isdecimal() or int(value) < least:
@@ -139,8 +140,9 @@ def _share(name: str, value: str) -> float:
         share = float(value)
     except ValueError:
         share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{name} is a fraction, at least 0 and less than 1, not {value!r}")
+    if not 0 <= share <= 1 or (share == 1 and name == "headroom"):
+        most = "less than 1" if name == "headroom" else "at most 1"
+        raise argparse.ArgumentTypeError(f"{name} is a fraction, at least 0 and {most}, not {value!r}")
     return share
 
 

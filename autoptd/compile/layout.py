@@ -143,6 +143,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         slices=plan.method.sends == "slices",
         modules=tuple(stage.modules for stage in plan.stages),
         gradients="compute" if narrow else "main",
+        offload=plan.method.offload,
         bucket_elements=elements_of(
             plan.method.bucket_bytes,
             (COMPUTE_BYTES if narrow else MAIN_BYTES)[plan.precision],

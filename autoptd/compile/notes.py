@@ -92,6 +92,24 @@ def whole_notes(staged: Staged) -> list[str]:
     ]
 
 
+def offload_notes(staged: Staged, cluster: Cluster) -> list[str]:
+    """Return a note on the optimizer state in host memory, if there is any: how much, and what its step takes."""
+    share, chunks, c = staged.candidate.offload, staged.chunks, staged.candidate
+    if not share:
+        return []
+    if cluster.device.kind == "cpu":
+        return ["offload moves optimizer state to host memory, which is the device's own here: it saves none"]
+    ends = [(chunks.on(rank), list(staged.route.of(staged.solution.boundaries, rank))) for rank in range(c.pp)]
+    seconds = max(costs.step_s(runs) for costs, runs in ends)
+    numel = max(costs.host_numel(runs) for costs, runs in ends)
+    of_rank = chunks.main * (2 + chunks.whole.cost.moments) * numel / 2**30  # main copies and gradients, and state
+    of_node = of_rank * min(c.world, cluster.gpus_per_node or c.world)
+    return [
+        f"{100 * share:g}% of the optimizer state is in host memory: about {of_rank:,.0f} GiB for the fullest rank, "
+        f"{of_node:,.0f} GiB for a node of such ranks. The devices wait {seconds:,.3g} s per step for its update"
+    ]
+
+
 def memory_notes(staged: Staged, cluster: Cluster) -> list[str]:
     """Return a warning if a rank is not sure to have enough memory."""
     pools = staged.candidate.pools or (0,) * staged.candidate.pp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autoptd.layout.execution import ExecutionOptions
 from autoptd.plans.data import PlanData
 
 
@@ -16,6 +17,12 @@ def recompute_text(plan: PlanData) -> str:
     return "full" if count == len(plan.segments) and not part else f"{part}{count} of {len(plan.segments)} segments"
 
 
+def offloaded(options: ExecutionOptions) -> str:
+    """Return the shares of the optimizer state in host memory: `none`, `12.5%`, or one for each pipeline rank."""
+    shares = [f"{100 * share:g}%" for share in options.offload if any(options.offload)] or ["none"]
+    return shares[0] if len(set(shares)) == 1 else ", ".join(shares)
+
+
 def short(plan: PlanData) -> str:
     """Return `dp4 tp2 pp8 micro1 recompute 16/196`; defaults (1F1B, ZeRO-1, axes of one rank) are omitted."""
     mesh = plan.mesh
@@ -24,6 +31,7 @@ def short(plan: PlanData) -> str:
     words += [f"zero{plan.zero}"] if mesh.dp > 1 and plan.zero != 1 else []
     if plan.schedule.kind != "1f1b":
         words.append(f"{plan.schedule.kind}{plan.schedule.virtual if plan.schedule.virtual > 1 else ''}")
+    words += [f"offload {offloaded(plan.method)}"] if any(plan.method.offload) else []
     if count := _recomputed_segments(plan):
         policy = f"{'/'.join(plan.partial)} " if plan.partial else ""
         words.append(f"recompute {policy}{count}/{len(plan.segments)}")
@@ -50,6 +58,7 @@ def choices(plan: PlanData) -> dict[str, str]:
         "gradients": options.gradients,
         "overlapped with compute": ", ".join(options.overlap) or "nothing",
         "bucket bytes": str(options.bucket_bytes),
+        "optimizer state in host memory": offloaded(options),
         "sends": options.sends,
         "context": options.context,
         "dispatch": options.dispatch,

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
-from autoptd.explain.choices import choices, recompute_text
+from autoptd.explain.choices import choices, offloaded, recompute_text
 from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
 from autoptd.plans.data import PlanData
 from autoptd.text import fold_table, printable, ranges
@@ -128,6 +128,8 @@ def method(plan: PlanData) -> str:
         parts.append("ring attention" if options.context == "ring" else "Ulysses attention")
     if options.gathers == "again":
         parts.append("tp re-gather in backward")
+    if any(options.offload):
+        parts.append(f"{offloaded(options)} of the optimizer state in host memory")
     if options.bucket_bytes:
         parts.append(f"buckets of {options.bucket_bytes / 1e6:.0f} MB")
     if plan.schedule.virtual > 1:

@@ -191,6 +191,10 @@ def _data_parallel(plan: Plan) -> Items:
         yield "--no-gradient-accumulation-fusion", ""
         yield "--ckpt-format", "fsdp_dtensor"
     yield from _shards(plan)
+    if any(method.offload):
+        yield "--optimizer-cpu-offload", ""
+        yield "--optimizer-offload-fraction", f"{max(method.offload):g}"
+        yield "--use-precision-aware-optimizer", ""
     if "dp" in method.overlap and dp * plan.mesh.cp > 1:
         yield "--overlap-grad-reduce", ""
         if plan.zero:

@@ -302,6 +302,8 @@ def _differences(plan: Plan) -> Iterator[str]:
         yield "the gradient of the logits is planned in place of the logits: that is up to loss_fn"
     if method.bucket_bytes:
         yield f"buckets of {method.bucket_bytes} bytes are planned: FSDP's buckets are layers"
+    if any(method.offload):
+        yield "a part of the optimizer state is planned in host memory: this program keeps all of it on the devices"
     if method.sends != "whole" and mesh.pp > 1 and mesh.tp > 1:
         yield "scatter-gather P2P is planned: stages of this program send whole tensors"
     if plan.precision == "fp64":

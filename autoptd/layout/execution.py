@@ -22,6 +22,7 @@ class ExecutionOptions:
     gradients      accumulated and reduced in the "main" type (float32 for bf16 parameters) or the "compute" type;
                    "both": in the main type, with a buffer of the compute type beside it
     bucket_bytes   size of a gradient bucket; 0: the default, see layout/state_bytes.py
+    offload        share of the optimizer state and main parameters in host memory, by pipeline rank; (): none
     shards         data-parallel ranks that ZeRO shards state over; 0: all of them
     sends          P2P of tensors that every tp rank holds: "whole" by each rank, or as "slices" (scatter-gather P2P)
     context        attention over cp ranks: "ring" attention, or "ulysses" (all-to-all between heads and tokens)
@@ -46,6 +47,7 @@ class ExecutionOptions:
     gathers: Literal["kept", "again"] = "kept"
     gradients: Literal["main", "compute", "both"] = "main"
     bucket_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    offload: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     shards: Annotated[int, Field(ge=0, lt=2**63)] = 0
     sends: Literal["whole", "slices"] = "whole"
     context: Literal["ring", "ulysses"] = "ring"

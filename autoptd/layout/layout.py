@@ -126,11 +126,14 @@ class Layout:
     slices: bool = False  # scatter-gather P2P: each tp rank sends a slice of replicated tensors, receivers gather
     modules: tuple[str, ...] = ()  # names of each stage's modules, for a profiler
     gradients: str = "main"  # type of gradient accumulation and reduction: "main", or "compute", the parameters'
+    offload: tuple[float, ...] = ()  # share of the optimizer state in host memory, by pipeline rank; (): none
     bucket_elements: int = 32 * 1024 * 1024  # a bucket closes when it holds this many gradient elements
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero={self.zero} is not supported by the runtime", fix="use zero 0, 1, 2 or 3")
+        if any(self.offload) and self.zero == 3:
+            raise PlanError("parameters that ZeRO 3 shards are not offloaded", fix="use zero 0, 1 or 2, or no offload")
         if self.shards and self.mesh.copies % self.shards:
             raise PlanError(
                 f"shards of {self.shards} ranks do not divide dp × cp {self.mesh.copies}",

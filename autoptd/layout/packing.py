@@ -10,7 +10,7 @@ every rank's shard is equal and aligned; a shard boundary may cut a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGN = 32  # elements; 128 bytes of float32
@@ -68,6 +68,16 @@ def pack(
             close()
     close()
     return buckets
+
+
+def offloaded(buckets: Sequence[Bucket], share: float) -> int:
+    """Return how many buckets, from the first on, have at least this share of the elements: those whose optimizer state
+    is in host memory. Their gradients are complete before those of the others."""
+    wanted, count = share * sum(bucket.stop - bucket.start for bucket in buckets), 0
+    while wanted > 0 and count < len(buckets):
+        wanted -= buckets[count].stop - buckets[count].start
+        count += 1
+    return count
 
 
 def overlap(slot: Slot, shard: slice) -> slice | None:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from autoptd.cost_models.memory import MAIN_BYTES, UPDATE_COSTS, Memory, model_state
 from autoptd.layout.layout import Layout
 from autoptd.layout.owners import Owners
-from autoptd.layout.packing import Bucket, overlap, pack
+from autoptd.layout.packing import Bucket, offloaded, overlap, pack
 from autoptd.layout.placements import Placement, Split
 
 Unit: TypeAlias = tuple[str, tuple[int, ...]]  # `TensorSpec.unit`: path of a block or "", and the stages that read it
@@ -51,6 +51,7 @@ class Packed:
     units: tuple[Unit, ...] = ()  # by slot; empty unless gradients are sharded
     frozen: tuple[tuple[Bucket, ...], ...] = ()
     itemsizes: tuple[int, ...] = ()  # by slot, for those in `frozen`; 0 for others
+    on_host: tuple[tuple[Bucket, ...], ...] = ()  # of each of `buffers`, those whose optimizer state is in host memory
 
     @property
     def laid_out(self) -> tuple[Bucket, ...]:
@@ -97,6 +98,11 @@ class Packed:
         return sum(sorted(blocks.values())[-2:]) + max(stages.values(), default=0)
 
     @property
+    def host_elements(self) -> int:
+        """Elements of a rank's shard whose main copy is in host memory."""
+        return sum(_elements(bucket) // self.shards for buckets in self.on_host for bucket in buckets)
+
+    @property
     def stepped(self) -> tuple[int, ...]:
         return tuple(self.stepped_by(rank) for rank in range(self.dp))
 
@@ -105,8 +111,10 @@ class Packed:
         return max(self.stepped) if self.idle else self.stepped_by(0)
 
     def stepped_by(self, rank: int) -> int:
-        """Return the elements that a dp rank's optimizer updates; rank 0 has the most unless parameters are idle."""
-        slots = ((bucket, slot) for bucket in self.laid_out for slot in bucket.slots if slot.name not in self.idle)
+        """Return the elements that a dp rank updates on its device; rank 0 has the most unless parameters are idle."""
+        on_host = {id(bucket) for buckets in self.on_host for bucket in buckets}
+        held = [bucket for bucket in self.laid_out if id(bucket) not in on_host]
+        slots = ((bucket, slot) for bucket in held for slot in bucket.slots if slot.name not in self.idle)
         own = rank % self.shards
         parts = (overlap(slot, bucket.shard(own, self.shards)) for bucket, slot in slots)
         return sum(part.stop - part.start for part in parts if part is not None)
@@ -120,12 +128,16 @@ def packed(
     idle: Container[int] = (),
     units: Sequence[Unit] = (),
     frozen: Mapping[int, int] | None = None,
+    offload: float = 0.0,
+    tied: Container[int] = (),
 ) -> Packed:
     """Pack parameters, given as (buffer, local elements) in forward order.
 
     Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `shards`: dp ranks that share
     one copy. `idle`: positions of parameters that no gradient reaches. `units`: with ZeRO 2 and 3, the unit of each;
     only parameters of one unit share a bucket. `frozen`: bytes per element of frozen parameters, by position.
+    `offload`: share of the optimizer state in host memory, of buffers without parameters in `tied`, those that several
+    pipeline ranks hold, by position.
     """
     frozen = frozen or {}
     buffers: dict[tuple[int, Hashable], list[tuple[str, int]]] = {}
@@ -137,14 +149,17 @@ def packed(
             idle_names.add(str(i))
     named = {str(i): unit for i, unit in enumerate(units)} if units else None
     laid_out = {key: tuple(pack(sizes, dp, bucket_elements, named)) for key, sizes in buffers.items()}
+    trained = tuple(buckets for (still, _), buckets in laid_out.items() if not still)
+    alone = (buckets for buckets in trained if offload and int(buckets[0].slots[0].name) not in tied)
     return Packed(
         dp,
         shards,
-        tuple(buckets for (still, _), buckets in laid_out.items() if not still),
+        trained,
         frozenset(idle_names),
         tuple(units),
         tuple(buckets for (still, _), buckets in laid_out.items() if still),
         tuple(frozen.get(i, 0) for i in range(count)),
+        tuple(buckets[: offloaded(buckets, offload)] for buckets in alone),
     )
 
 
@@ -188,7 +203,8 @@ def _state_of(
 ) -> Memory:
     """Return the state of parameters that are split over `ep` ranks, without the optimizer's of those in `whole`."""
     tp, dp, sharing = layout.mesh.tp, layout.mesh.copies, 1
-    alone, held, units, idle, frozen = 0, list[tuple[Hashable, int]](), list[Unit](), set[int](), dict[int, int]()
+    alone, held, units, frozen = 0, list[tuple[Hashable, int]](), list[Unit](), dict[int, int]()
+    idle, tied = set[int](), set[int]()
     for name, spec in layout.parameters.items():
         if spec.ep == ep and pipeline_rank in (holders := layout.mesh.holders(spec.stages)):
             dp, sharing = layout.copies(spec), layout.sharing_of(spec)
@@ -200,10 +216,13 @@ def _state_of(
                 frozen[len(held)] = itemsize
             elif spec.idle or name in whole:
                 idle.add(len(held))
+            if len(holders) > 1:
+                tied.add(len(held))
             held.append(((spec.dtype, buffer_class(spec.placement), holders), elements))
             units.append(spec.unit)
     given = units if layout.zero >= 2 else ()
-    found = packed(held, dp, sharing, layout.bucket_elements, idle, given, frozen)
+    offload = layout.offload[pipeline_rank] if layout.offload else 0.0
+    found = packed(held, dp, sharing, layout.bucket_elements, idle, given, frozen, offload, tied)
     state = model_state(
         found.buckets,
         precision=layout.precision,
@@ -214,6 +233,7 @@ def _state_of(
         shards=sharing,
         whole_numel=found.whole if fullest else 0,
         kept=UPDATE_COSTS[optimizer].moments * found.stepped_by(dp_rank * dp // layout.mesh.copies),
+        on_host=found.host_elements,
     )
     gathered = found.gathered_bytes(layout.dtype.itemsize) if fullest and layout.zero == 3 else 0
     return state + Memory(parameters=alone + found.frozen_bytes + gathered)

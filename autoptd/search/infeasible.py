@@ -146,11 +146,11 @@ def nothing_fits(
 
 def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Collection[str]) -> list[str]:
     remedies = ["recompute (leave fix['recompute'] out)"] if closest.recompute_fits else []
-    state, least = memory.state(1).state, memory.least_world()
-    if least > world:
-        remedies.append(
-            f"a world of at least {least}: parameters, gradients and optimizer state alone are {state / _GIB:,.0f} GiB"
-        )
+    everything, state = "parameters, gradients and optimizer state", memory.state(1)
+    if closest.candidate.offload:
+        everything, state = "parameters and gradients", replace(state, optimizer=0)
+    if (least := memory.least_world(state.state)) > world:
+        remedies.append(f"a world of at least {least}: {everything} alone are {state.state / _GIB:,.1f} GiB")
     else:
         remedies.append("a larger world, or a shorter sequence")
     if fixed:

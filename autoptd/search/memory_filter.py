@@ -8,6 +8,7 @@ This is a lower bound for every split and cut, so these meshes are dropped befor
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,27 +32,30 @@ class MemoryFilter:
     precision: str
     optimizer: str
     headroom: float = 0.0
-    _bytes: dict[tuple[int, ...], float] = field(default_factory=dict)
+    _bytes: dict[tuple[float, ...], float] = field(default_factory=dict)
 
     def promising(self, options: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates whose state may fit; if there are none, the few with the smallest state."""
+        return self.fitting(options) or sorted(options, key=lambda c: (self.least_bytes(c), -c.tp))[:_CLOSEST]
+
+    def fitting(self, options: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates whose state may fit."""
         usable = max(pool.device.usable_bytes for pool in self.cluster.pools) * (1 - self.headroom)
-        fitting = [c for c in options if self.least_bytes(c) <= usable]
-        return fitting or sorted(options, key=lambda c: (self.least_bytes(c), -c.tp))[:_CLOSEST]
+        return [c for c in options if self.least_bytes(c) <= usable]
 
     def least_bytes(self, c: Candidate) -> float:
         """Return a lower bound on the bytes of the fullest rank."""
         if (key := c.sharded_state) not in self._bytes:
             states = (
-                self._state(numel, copies.shards if c.shards else copies.ranks, c.zero, frozen=not experts).state
+                self._state(numel, copies.shards if c.shards else copies.ranks, c.zero, frozen=not experts)
                 for experts, (numel, copies) in enumerate(self.parts(c))
             )
-            self._bytes[key] = sum(states) / (c.tp * c.pp)
+            self._bytes[key] = sum(s.state - s.optimizer * (c.offload > 0) for s in states) / (c.tp * c.pp)
         return self._bytes[key]
 
-    def least_world(self) -> int:
-        """Return the number of devices that one copy of the state takes, rounded up to whole nodes beyond one node."""
-        devices = math.ceil(self.state(1).state / self.cluster.device.usable_bytes)
+    def least_world(self, state: int) -> int:
+        """Return the number of devices that the bytes of a state take, rounded up to whole nodes beyond one node."""
+        devices = math.ceil(state / self.cluster.device.usable_bytes)
         node = self.cluster.gpus_per_node
         return devices if not node or devices <= node else math.ceil(devices / node) * node
 
@@ -69,6 +73,15 @@ class MemoryFilter:
         if c.ep > 1:
             numel = [numel[0] - self.expert_numel, self.expert_numel * c.tp // (c.ep * c.sharers)]
         return list(zip(numel, c.copies, strict=True))
+
+    @cached_property
+    def shared_numel(self) -> int:
+        """Trained elements that several segments read, which several stages may hold."""
+        traced = self.folded.traced
+        readers = Counter(traced.parameters[n.name] for s in self.folded.segments for n in s.parameters)
+        sizes = {traced.parameters[n.name]: infos(n)[0] for s in self.folded.segments for n in s.parameters}
+        tied = (sizes[name] for name, n in readers.items() if n > 1 and name not in traced.frozen)
+        return sum(math.prod(map(int, x.shape)) for x in tied)
 
     @cached_property
     def expert_numel(self) -> int:

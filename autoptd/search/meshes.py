@@ -47,6 +47,7 @@ class Candidate(NamedTuple):
     pools: tuple[int, ...] = ()  # device type of each pipeline rank, an index into the cluster's; empty: the first
     ep: int = 1  # ranks that hold different experts
     etp: int = 0  # tp ranks that share each expert: 1, or 0 for all
+    offload: float = 0.0  # share of the optimizer state in host memory
 
     @property
     def world(self) -> int:
@@ -89,13 +90,13 @@ class Candidate(NamedTuple):
         return *splits, self.pp, self.pools
 
     @property
-    def sharded_state(self) -> tuple[int, ...]:
+    def sharded_state(self) -> tuple[float, ...]:
         """The numbers that the bytes of its state depend on, and the messages that shard it."""
-        return self.dp * self.cp, self.tp, self.pp, self.zero, self.shards, self.ep, self.etp
+        return self.dp * self.cp, self.tp, self.pp, self.zero, self.shards, self.ep, self.etp, self.offload
 
     def __str__(self) -> str:
         text = f"dp{self.dp} tp{self.tp} pp{self.pp} micro{self.micro} zero{self.zero} recompute={self.recompute}"
-        extra = {"cp": 1, "ep": 1, "etp": 0, "virtual": 1, "shards": 0}
+        extra = {"cp": 1, "ep": 1, "etp": 0, "virtual": 1, "shards": 0, "offload": 0.0}
         text += "".join(
             f" {name}{getattr(self, name)}" for name, usual in extra.items() if getattr(self, name) != usual
         )
@@ -123,6 +124,7 @@ class MeshLimits:
     schedules: tuple[str, ...] = ("1f1b",)
     virtuals: tuple[int, ...] = (1,)
     shards: tuple[int, ...] = (0,)
+    offload: float = 0.0
     pool_ranks: tuple[int, ...] = ()  # devices of each type, if there are several types
     chunks: int | None = None  # most chunks of the model that are searched; None: as many as segments
     one_microbatch: bool = False  # per step: samples need others of their batch
@@ -221,7 +223,7 @@ def _options(limits: MeshLimits, choices: Mapping[str, int | str], dp: int, tp: 
             continue
         for zero in [int(choices["zero"])] if "zero" in choices else zeros:
             for recompute in [str(choices["recompute"])] if "recompute" in choices else limits.recomputes:
-                yield Candidate(dp, tp, pp, micro, share // micro, zero, recompute)
+                yield Candidate(dp, tp, pp, micro, share // micro, zero, recompute, offload=limits.offload)
 
 
 def divisors(number: int) -> list[int]:

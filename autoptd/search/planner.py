@@ -40,6 +40,7 @@ from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
 from autoptd.search.task import candidate_space
+from autoptd.search.variants import Variants
 
 _CUT = 3  # steps before the bounds that read memory, which take longer
 _SIMULATED = _CUT + 3  # steps before the simulation
@@ -76,6 +77,8 @@ class _Entry:
     split_s: float = _NEVER  # the bound by its split tensors, before memory counts
     is_weighed: bool = False  # whether the model's work on one rank bounds it already
     closed: bool = False  # whether all its cuts were examined
+    is_short: bool = False  # whether all candidates of its family lack memory
+    is_variant: bool = False  # of a candidate that memory limits: with memory-saving splits, or with offload
 
 
 class Planner:
@@ -103,13 +106,15 @@ class Planner:
             self._simulate,
             self._refine,
         )
-        self._entries: Sequence[_Entry] = ()
+        self._entries: list[_Entry] = []
         self._sharded_state: dict[Candidate, _Entry] = {}  # the entries with ZeRO 1 over all ranks
         self._families: dict[Hashable, list[Candidate]] = {}
         self._alike: dict[Hashable, dict[int, list[_Entry]]] = {}  # those with equal splits, by their microbatch
         self._family_s: dict[Hashable, float] = {}  # lower bounds on the passes of a family's candidates
         self._whole: dict[Hashable, Sharded | AutoptdError] = {}  # the model's work on one rank
         self._best: Staged | None = None
+        self._variants = Variants(task, self._memory)
+        self._varied: set[Candidate] = set()  # variants that are entries
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
         self._too_large: list[_Entry] = []  # those that do not fit
         self._effort = Effort(task.effort)
@@ -117,10 +122,9 @@ class Planner:
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for impossible constraints, DoesNotFit where nothing fits."""
-        possible = self.space()
+        possible = self.candidates()
         self._splitter.check_heads()
-        ignored = self._method.memory == "ignore"
-        options = list(possible) if ignored else self._memory.promising(possible)
+        options = self._variants.promising(possible)
         with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
             bound_s = self._visit(options)
         best = self._best
@@ -155,9 +159,7 @@ class Planner:
         for e in entries:
             self._families.setdefault(e.candidate.family, []).append(e.candidate)
             self._alike.setdefault(self._splitter.alike(e.candidate), {}).setdefault(e.candidate.micro, []).append(e)
-        saving = ((i, e.candidate) for i, e in enumerate(entries) if e.candidate.memory_saving)
-        dormant = {c._replace(memory_saving=False): i for i, c in saving}
-        queue = [self._place(i, e.bound_s) for i, e in enumerate(entries) if not e.candidate.memory_saving]
+        queue = [self._place(i, e.bound_s) for i, e in enumerate(entries)]
         heapq.heapify(queue)
         while queue:
             varied, priority_s, _, i = heapq.heappop(queue)
@@ -173,7 +175,7 @@ class Planner:
             priority_s = self._advance(e)
             while self._best is None and _CUT <= e.step <= _SIMULATED and priority_s < _NEVER:
                 priority_s = self._advance(e)  # a first plan, to compare the others with
-            self._enqueue_variant(e, dormant, queue)
+            self._enqueue_variants(e, queue)
             if e.step < len(self._steps):
                 heapq.heappush(queue, self._place(i, priority_s))
             else:
@@ -181,21 +183,23 @@ class Planner:
         for e in entries:
             if (lighter := self._lighter(e.candidate)) and self._is_dominated(e):  # no faster than that one
                 e.bound_s, e.closed = max(e.bound_s, lighter.bound_s), e.closed or lighter.closed
-        variants = set(dormant.values())  # no faster than the candidates that they are variants of
-        return min([self._best_s, *(e.bound_s for i, e in enumerate(entries) if not e.closed and i not in variants)])
+        return min([self._best_s, *(e.bound_s for e in entries if not e.closed)])
 
     def _place(self, i: int, priority_s: float) -> _Place:
         """Return the place of a candidate in the queue: plain ones first, which soon find a plan that few others beat,
         so that most microbatches are excluded before their tensors are split."""
         e = self._entries[i]
-        return not e.candidate.is_plain, priority_s, -e.step, i
+        return e.is_variant or not e.candidate.is_plain, priority_s, -e.step, i
 
-    def _enqueue_variant(self, e: _Entry, dormant: dict[Candidate, int], queue: list[_Place]) -> None:
-        """Enqueue the memory-saving variant of a candidate once memory limits the fast one."""
-        if e.candidate in dormant and (e.is_full or (e.step >= _CUT - 1 and self.task.effort is None)):
-            i = dormant.pop(e.candidate)
-            self._entries[i].bound_s = max(e.split_s, self._entries[i].bound_s)
-            heapq.heappush(queue, self._place(i, self._entries[i].bound_s))
+    def _enqueue_variants(self, e: _Entry, queue: list[_Place]) -> None:
+        """Enqueue the variants of a candidate once memory limits it. Others are no faster than the candidate itself."""
+        every = self.task.effort is None and e.step >= _CUT - 1
+        for c in self._variants.of(e.candidate) if every or e.is_full or e.is_short else ():
+            if c not in self._varied and (c.offload or every or e.is_full):
+                self._varied.add(c)
+                floor_s = max(self._bounds.floor_s(c), e.split_s if c.memory_saving else 0.0)
+                self._entries.append(_Entry(c, floor_s, is_variant=True))
+                heapq.heappush(queue, self._place(len(self._entries) - 1, floor_s))
 
     def _advance(self, e: _Entry) -> float:
         """Take a candidate's next step; return its new place in the queue."""
@@ -258,11 +262,13 @@ class Planner:
         if self._is_dominated(e):
             e.step = len(self._steps)
             return e.bound_s
-        if c.family not in self._family_s:
-            members = self._families[c.family]
-            lightest = self._stages(c._replace(zero=max(m.zero for m in members), shards=0))
-            self._family_s[c.family] = lightest.memory_bound_s({(m.schedule, m.virtual) for m in members})
-        e.passes_s = max(e.passes_s, self._family_s[c.family])
+        if (key := (c.family, c.offload)) not in self._family_s:
+            members = self._families[c._replace(memory_saving=False).family]
+            most = max(m.zero for m in members if m.zero < 3 or not c.offload)
+            lightest = self._stages(c._replace(zero=most, shards=0))
+            self._family_s[key] = lightest.memory_bound_s({(m.schedule, m.virtual) for m in members})
+        e.passes_s = max(e.passes_s, self._family_s[key])
+        e.is_short = self._bounds.with_end_s(c, e.passes_s) > e.bound_s
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
 
     def _bound_contiguous(self, e: _Entry) -> float:
@@ -313,6 +319,7 @@ class Planner:
     def _raise_bound(self, e: _Entry, seconds: float) -> float:
         e.bound_s = max(e.bound_s, seconds)
         if e.bound_s == _NEVER:
+            e.is_full = True
             self._too_large.append(e)
         return e.bound_s
 
@@ -347,11 +354,8 @@ class Planner:
     # ---- candidates, their splits and stages ----
 
     def space(self) -> Sequence[Candidate]:
-        """Return all candidates that are searched; where memory counts, with their memory-saving variants."""
-        found = self.candidates()
-        if self._method.memory == "ignore":
-            return found
-        return [*found, *(c._replace(memory_saving=True) for c in found if c.tp > 1)]
+        """Return all candidates that may be searched, with their variants."""
+        return self._variants.every(self.candidates())
 
     def candidates(self) -> Sequence[Candidate]:
         """Return every candidate that the constraints leave open, with the fastest splits."""
@@ -382,9 +386,9 @@ class Planner:
 
     def _nothing_fits(self, considered: int) -> AutoptdError:
         """Return the refusal, explained by the candidate that lacks least."""
-        near = sorted(self._too_large, key=lambda e: self._memory.least_bytes(e.candidate))[:_EXPLAINED]
-        if not near:
+        order = sorted(self._too_large, key=lambda e: (self._memory.least_bytes(e.candidate), -e.candidate.offload))
+        if not order:
             return self._splitter.refusal()
-        closest = min((self._stages(e.candidate).shortfall() for e in near), key=lambda s: max(s.missing_bytes))
+        closest = min((self._stages(e.candidate).shortfall() for e in order[:_EXPLAINED]), key=lambda s: max(s.missing_bytes))
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
         return nothing_fits(self._memory, self.task.world, considered, closest, fixed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import sympy
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.memory import UPDATE_COSTS
 from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import op_name, source_line
@@ -96,7 +97,10 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
     if isinstance(mesh.get("tp"), int):
         tp_sizes.add(int(mesh["tp"]))
     schedules, virtuals = schedules_and_chunks(task.constraints, task.folded.loss_form.outer is not None)
-    zeros = (1, 0, 2, 3) if "zero" in mesh or "zero" in searched else (1, 0)
+    zeros: tuple[int, ...] = (1, 0, 2, 3) if "zero" in mesh or "zero" in searched else (1, 0)
+    if method.offload:
+        _check_offload(task)
+        zeros = tuple(zero for zero in zeros if zero < 3)
     groups = [d for d in divisors(node) if d > 1] if "shards" in searched and "shards" not in fixed else []
     limits = MeshLimits(
         world=task.world,
@@ -114,10 +118,21 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         schedules=tuple(schedules),
         virtuals=tuple(virtuals),
         shards=(method.shards, *groups),
+        offload=max(method.offload, default=0.0),
         pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
         one_microbatch=bool(task.folded.statistics.count),
     )
     return allowed(task.folded, method, _with_experts(_of_one_microbatch(task, limits, mesh), mesh, method))
+
+
+def _check_offload(task: Task) -> None:
+    """Raise PlanError for an optimizer that updates whole parameters."""
+    if UPDATE_COSTS[task.optimizer].whole != "none":
+        raise PlanError(
+            f"{task.optimizer} updates whole parameters, which the device does",
+            where="fix['offload']",
+            fix="leave offload out, or take an optimizer that updates elements, such as adamw",
+        )
 
 
 def _check_etp(task: Task, etp: int, apart: bool) -> None:

@@ -32,7 +32,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "dp 8": {"dp": 8, "tp": 1, "pp": 1, "zero": 1, "micro": 2},
     "tp 4": {"dp": 2, "tp": 4, "pp": 1, "zero": 1, "micro": 8},
     "pp 2, uneven, ZeRO 0": {"dp": 4, "tp": 1, "pp": 2, "zero": 0, "micro": 2},
-    "pp 4, ZeRO 2": {"dp": 2, "tp": 1, "pp": 4, "zero": 2, "micro": 2},
+    "pp 4, ZeRO 2": {"dp": 2, "tp": 1, "pp": 4, "zero": 2, "micro": 2, "offload": 0.5},
     "all three": {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "micro": 4},
     "all three, ZeRO 3, V": {
         "dp": 2,

@@ -93,8 +93,8 @@ def test_unknown_choices_are_refused(wrong: dict[str, object]):
 
 def test_optimizer_step_bytes():
     # adamw in bf16: read grad, main, 2 moments (16), write main, 2 moments (12) and the bf16 copy (2)
-    assert optimizer_step_bytes(10, precision="bf16", optimizer="adamw") == 420
-    assert optimizer_step_bytes(10, precision="fp32", optimizer="sgd") == 240
+    assert optimizer_step_bytes(10, precision="bf16", optimizer="adamw") == 300
+    assert optimizer_step_bytes(10, precision="fp32", optimizer="sgd") == 120
 
 
 def test_in_flight():

@@ -266,6 +266,13 @@ def test_the_mesh_of_experts_as_arguments(etp: int, share: str):
     assert "--expert-model-parallel-size" not in arguments(llama_plan(mesh=TP2))
 
 
+def test_offload_is_a_fraction():
+    mesh = MeshSizes(dp=2, tp=1, pp=1)
+    found = arguments(llama_plan(mesh=mesh, method=ExecutionOptions(offload=(0.25,))))
+    assert found["--optimizer-offload-fraction"] == "0.25" and "--optimizer-cpu-offload" in found
+    assert "--optimizer-cpu-offload" not in arguments(llama_plan(mesh=mesh))
+
+
 def test_buckets_are_counted_in_gradients():
     mesh, method = MeshSizes(dp=2, tp=1, pp=1), ExecutionOptions(overlap=("dp",), bucket_bytes=400)
     assert arguments(llama_plan(mesh=mesh, method=method))["--ddp-bucket-size"] == "100"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -94,6 +95,36 @@ def test_odd_sizes_over_dp_and_tp(zero: int, precision: str, optimizer: str, gra
     elements = sum(math.prod(s.local_shape(2)) for s in ODD.values() if s.trainable)
     width = 2 if gradients == "compute" and precision == "bf16" and zero < 3 else 4
     assert expected.gradients > width * elements // (1 if zero < 2 else 2)  # padding
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize(
+    ("zero", "precision", "gradients"), [(0, "bf16", "main"), (1, "fp32", "main"), (2, "bf16", "compute")]
+)
+def test_state_in_host_memory_is_not_counted(zero: int, precision: str, gradients: str, share: float) -> None:
+    mesh = Mesh(dp=2, tp=2)
+    options = {"zero": zero, "precision": precision, "bucket_elements": 600, "gradients": gradients}
+    layout = Layout(mesh, 1, 1, ("x",), ODD, offload=(share,), **options)  # type: ignore[arg-type]
+
+    def body(c: Communicators) -> tuple[int, tuple[int, int, int], int]:
+        with torch.device("meta"):
+            stage = Sum(Axis(c.tp))
+            for name, spec in ODD.items():
+                parameter(stage, name, spec.local_shape(mesh.tp), layout.dtype, spec.trainable)
+        trainer = Trainer(stage, layout, c, "adamw")
+        trainer.load_parameters({n: torch.ones(s.shape) for n, s in ODD.items()})
+        trainer.train_step({"x": torch.ones(1)})
+        on_host = [p.param for p in trainer.pieces if p.host_grad is not None]
+        there = [t for p in on_host for t in trainer.optimizer.state.pop(p).values() if t.ndim]
+        return c.dp.rank, allocated(trainer), storages(there)
+
+    for rank, found, there in run_lockstep(mesh, body):
+        expected = state_bytes(layout, 0, "adamw", rank)
+        assert found == (expected.parameters, expected.gradients, expected.optimizer)
+        whole = state_bytes(replace(layout, offload=()), 0, "adamw", rank)
+        moved = whole.optimizer - found[2]
+        assert there > 0 and (moved == there if precision == "fp32" else moved > there), "main copies too, in bf16"
+        assert (found[2] == 0) == (share == 1)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(dp=3), Mesh(2, 2, 2), Mesh(1, 1, 4)], ids=str)

@@ -62,6 +62,7 @@ class Variant:
     context: str = "ring"  # attention over cp ranks
     loss: str = "auto"
     gathers: str = "kept"
+    offload: float = 0.0  # share of the optimizer state in host memory
     bulk: bool = False  # plan as for large models, whose latencies are negligible
 
 
@@ -105,6 +106,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "sends": variant.sends,
         "loss": variant.loss,
         "gathers": variant.gathers,
+        "offload": variant.offload,
         **({"shards": variant.shards} if variant.shards else {}),
         **({"ep": mesh.ep, "etp": mesh.sharers} if mesh.ep > 1 or mesh.etp else {}),
     }

@@ -150,5 +150,5 @@ def test_tight_tasks_try_splits_that_save_memory_with_the_usual_effort(monkeypat
     assert best.candidate.memory_saving and best.candidate.pp == 1
     usual = replace(task, effort=EFFORT)
     assert Planner(usual, Silent(), model.known).answer().staged.seconds == pytest.approx(best.seconds, rel=1e-9)
-    monkeypatch.setattr(Planner, "_enqueue_variant", lambda *_: None)
+    monkeypatch.setattr(Planner, "_enqueue_variants", lambda *_: None)
     assert Planner(usual, Silent(), model.known).answer().staged.seconds > 1.1 * best.seconds

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoptd.errors import PlanError
 from autoptd.layout.layout import Layout
 from autoptd.layout.owners import Owners
 from autoptd.runtime.comm.interfaces import Communicators
@@ -56,6 +57,12 @@ class OptimizerStep:
         self._owners = Owners(layout, c.stage, self.whole)
         self._whole = WholeTensors(self.whole, self._owners, c, pieces, dtypes)
         self._flat = [piece for piece in pieces if piece.name not in self.whole]
+        on_host = [piece.name for piece in pieces if piece.host_grad is not None]
+        if self.whole.intersection(on_host):
+            raise PlanError(
+                "an optimizer that updates whole parameters does so on the device", where="offload", fix="leave it out"
+            )
+        self._waits = bool(on_host) and c.device.type == "cuda"  # for gradients to be on the host
         parameters = {piece.name: piece.param for piece in self._flat} | self._whole.parameters
         self.optimizer = chosen.build(parameters)
         self._whole.free()
@@ -68,8 +75,12 @@ class OptimizerStep:
             self.updated.append(Updated(name, parameter, None, first and writers[name] == c.rank))
 
     def run(self, used: Collection[str]) -> None:
-        """Step parameters in `used`, which have a gradient on some rank. A collective of the stage's ranks."""
+        """Step parameters in `used`, which have a gradient on some rank. A collective of the stage's ranks.
+
+        Kernels of the device are queued before the host steps its own pieces, since the optimizer has them first."""
         for piece in self._flat:
-            piece.param.grad = piece.grad if piece.name in used else None
+            piece.param.grad = piece.stepped_grad() if piece.name in used else None
+        if self._waits:
+            torch.cuda.current_stream().synchronize()
         with self._whole.gathered(used):
             self.optimizer.step()

@@ -8,6 +8,10 @@ gradient and main dtype:
     2       `data`, c n, full        `grad`, g n / d      `main`, as above
     3       c per bucket, on demand  `grad`, m n / d      `main`, m n / d, always: the parameters themselves
 
+Main copies of the first buckets (`offloaded`) may be in host memory instead, `host`, m n / d, whatever c is: the
+optimizer then updates them, and keeps its state of them, on the host. Their gradients are copied there before
+(`host_grad`), and new parameters back by `start_gather`.
+
 ZeRO 3 shards frozen parameters too, in a buffer of their own: c n / d in their own dtype, without gradients or a main
 copy. A sharded tensor holds this rank's shards of all buckets, one after the other.
 
@@ -26,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout, TensorSpec
-from autoptd.layout.packing import Bucket, Slot, overlap, pack
+from autoptd.layout.packing import Bucket, Slot, offloaded, overlap, pack
 from autoptd.layout.placements import BP
 from autoptd.ops.group import Group, Handle
 
@@ -40,6 +44,11 @@ class ParameterShard:
     grad: Tensor
     counts: bool  # included in the global norm on this rank: one rank per logical element
     start: int = 0  # its offset in the rank's local parameter, in elements
+    host_grad: Tensor | None = None  # its place in host memory, if `param` is there
+
+    def stepped_grad(self) -> Tensor:
+        """Return the gradient beside `param`; on the host once the device is done."""
+        return self.grad if self.host_grad is None else self.host_grad.copy_(self.grad, non_blocking=True)
 
 
 @dataclass
@@ -84,7 +93,9 @@ class Buffer:
         layout: Layout,
         sharing: Sharing,
         tied: Group,
+        offload: float = 0.0,
     ) -> None:
+        """`offload`: share of the main copy in host memory. Tied parameters are updated on the device, as elsewhere."""
         first = next(iter(specs.values()))
         self.sharing, self.group, self.tied = sharing, sharing.shard_group, tied
         self.partial_over_tp = first.placement == BP and not first.over_tp
@@ -97,6 +108,8 @@ class Buffer:
         blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero >= 2 else None
         self.buckets = pack(sizes, layout.copies(first), layout.bucket_elements, blocks)
         self.slots: dict[str, Slot] = {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
+        on_host = 0 if self.frozen or tied.size > 1 else offloaded(self.buckets, offload)
+        self._on_host = {bucket.start for bucket in self.buckets[:on_host]}
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate zeros; with ZeRO 3 no bucket is gathered yet."""
@@ -115,7 +128,10 @@ class Buffer:
         self.wide: Tensor | None = None
         self._narrow_pieces: list[tuple[ParameterShard, slice]] = []
         has_main = self.zero == 3 or dtype != main_dtype
-        self.main = torch.zeros(shard, dtype=main_dtype, device=device) if has_main else None
+        self._hosted = sum(self.own(b).stop - self.own(b).start for b in self.buckets if b.start in self._on_host)
+        self.main = torch.zeros(shard - self._hosted, dtype=main_dtype, device=device) if has_main else None
+        pinned = device.type == "cuda" and self._hosted > 0
+        self.host, self._host_grad = (torch.zeros(self._hosted, dtype=main_dtype, pin_memory=pinned) for _ in range(2))
         self._whole: dict[int, Tensor] = {}
         for bucket in self.buckets:
             if self.zero == 3:
@@ -145,8 +161,17 @@ class Buffer:
         return whole[slot.start - bucket.start : slot.stop - bucket.start].view(self.shapes[name])
 
     def shard(self, bucket: Bucket) -> Tensor:
-        """Return this rank's shard in the main dtype: a view of `main`, or of `data` without a main copy."""
-        return self.data[self.own(bucket)] if self.main is None else self.main[self._in_shards[bucket.start]]
+        """Return this rank's shard in the main dtype: a view of `host`, of `main`, or of `data` without a main copy."""
+        if bucket.start in self._on_host:
+            return self.host[self._in_shards[bucket.start]]
+        if self.main is None:
+            return self.data[self.own(bucket)]
+        at = self._in_shards[bucket.start]
+        return self.main[at.start - self._hosted : at.stop - self._hosted]
+
+    def _has_main(self, bucket: Bucket) -> bool:
+        """Return whether `shard` is a copy of the parameters, not a view of them."""
+        return self.main is not None or bucket.start in self._on_host
 
     def grad_shard(self, bucket: Bucket) -> Tensor:
         """Return the gradient of `shard`."""
@@ -181,7 +206,7 @@ class Buffer:
         """Return views of this rank's elements and of their gradients, in buffer order."""
         result = []
         for bucket in self.buckets:
-            own, shard = self.own(bucket), self.shard(bucket)
+            own, shard, on_host = self.own(bucket), self.shard(bucket), bucket.start in self._on_host
             grad = self.grad if self.frozen else self.grad_shard(bucket)
             for slot in bucket.slots:
                 part = overlap(slot, own)
@@ -189,10 +214,13 @@ class Buffer:
                     at = slice(part.start - own.start, part.stop - own.start)
                     param, start = nn.Parameter(shard[at], not self.frozen), part.start - slot.start
                     result.append(ParameterShard(slot.name, param, grad[at], counts, start))
+                    first = self._in_shards[bucket.start].start
+                    in_shards = slice(first + at.start, first + at.stop)
+                    if on_host:
+                        result[-1].host_grad = self._host_grad[in_shards]
                     if self.narrow:
-                        result[-1].grad = shard.new_empty(0)
-                        first = self._in_shards[bucket.start].start
-                        self._narrow_pieces.append((result[-1], slice(first + at.start, first + at.stop)))
+                        result[-1].grad = self.grad.new_empty(0, dtype=self._main_dtype)
+                        self._narrow_pieces.append((result[-1], in_shards))
         return result
 
     # ---- values ----
@@ -203,9 +231,9 @@ class Buffer:
         if self.zero < 3:
             self.view(whole, bucket, name).copy_(value)
         part = overlap(slot, own)
-        if self.main is not None and part is not None:
-            mine = value.reshape(-1)[part.start - slot.start : part.stop - slot.start]
-            self.shard(bucket)[part.start - own.start : part.stop - own.start] = mine.to(self.main.device, whole.dtype)
+        if self._has_main(bucket) and part is not None:
+            shard, mine = self.shard(bucket), value.reshape(-1)[part.start - slot.start : part.stop - slot.start]
+            shard[part.start - own.start : part.stop - own.start] = mine.to(shard.device, whole.dtype)
 
     def start_gather(self, bucket: Bucket) -> Handle:
         """Copy this rank's shard to the model's parameters, and all-gather the other shards."""
@@ -213,9 +241,18 @@ class Buffer:
         if self.zero == 3:
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
         own = self.own_part(whole, bucket)
-        if self.main is not None:
+        if bucket.start in self._on_host:
+            own.copy_(self._rounded(bucket, whole.dtype), non_blocking=True)
+        elif self.main is not None:
             own.copy_(self.shard(bucket))
         return self.group.all_gather_later(whole, own)
+
+    def _rounded(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
+        """Return this rank's shard on the host in the compute dtype, in the memory of gradients, which were used."""
+        shard = self.shard(bucket)
+        if dtype == shard.dtype:
+            return shard
+        return self._host_grad[self._in_shards[bucket.start]].view(dtype)[: len(shard)].copy_(shard)
 
     def free(self, bucket: Bucket) -> None:
         """Free the storage of gathered parameters; views of it are valid again after the next gather."""

@@ -64,7 +64,8 @@ def materialise(
     with torch.enable_grad():
         sharing = Sharing(*communicators.within_dp(layout.sharing))
         experts = Sharing(*communicators.within_edp(layout.zero > 0))
-        buffers = Buffers(old, layout, device, communicators.tp, sharing, tied, holders, experts)
+        offload = layout.offload[communicators.stage] if layout.offload else 0.0
+        buffers = Buffers(old, layout, device, communicators.tp, sharing, tied, holders, experts, offload)
     new: dict[str, nn.Parameter] = dict(buffers.parameters)
     for name, parameter in old.items():
         if name not in new:

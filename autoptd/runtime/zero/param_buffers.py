@@ -52,13 +52,15 @@ class Buffers:
         tied: Mapping[tuple[int, ...], Group],
         holders: Sequence[Collection[str]] = (),
         experts: Sharing | None = None,
+        offload: float = 0.0,
     ) -> None:
         """`holders`: parameter names of each chunk, by default of one chunk. `tied`: groups by pipeline ranks.
-        `experts`: the sharing of parameters that are split over ep ranks."""
+        `experts`: the sharing of parameters that are split over ep ranks. `offload`: share of the optimizer state in
+        host memory."""
         self._tp = tp
         self._gather_later = layout.gather_later
         self._gathering: dict[tuple[Slot, ...], Handle] = {}  # by bucket
-        self._buffers = _build(parameters, layout, device, sharing, tied, experts or sharing)
+        self._buffers = _build(parameters, layout, device, sharing, tied, experts or sharing, offload)
         self._buffer_of = {name: buffer for buffer in self._buffers for name in buffer.slots}
         order = {name: i for i, name in enumerate(layout.parameters)}
         self._states = [
@@ -248,6 +250,7 @@ def _build(
     sharing: Sharing,
     tied: Mapping[tuple[int, ...], Group],
     experts: Sharing,
+    offload: float,
 ) -> list[Buffer]:
     """Build one buffer per (trainable, dtype, gradient class over tp, pipeline ranks, experts), in the model's order.
 
@@ -264,7 +267,7 @@ def _build(
     for (_, dtype, _, ranks, of_experts), specs in classes.items():
         shapes = {name: parameters[name].shape for name in specs}
         shared = experts if of_experts else sharing
-        buffer = Buffer(specs, shapes, layout, shared, tied[ranks] if len(ranks) > 1 else SingleRankGroup())
+        buffer = Buffer(specs, shapes, layout, shared, tied[ranks] if len(ranks) > 1 else SingleRankGroup(), offload)
         buffer.allocate(dtype, device)
         buffers.append(buffer)
     return buffers

@@ -18,7 +18,8 @@ from autoptd.passes.analysis.fusion import KERNELS
 from autoptd.schedule import SCHEDULES, row_of
 from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
 
-DIMENSIONS = ("cp", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")  # searched, beside meshes
+# searched, beside meshes
+DIMENSIONS = ("cp", "offload", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")
 _COUNTS = ("bucket_bytes", "cp", "dp", "ep", "etp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
@@ -46,6 +47,7 @@ NAMED = ("cuts", "splits", "whole")  # constraints that name modules or paramete
 KNOWN = (
     *sorted({*_COUNTS, *ALLOWED} - {"attention", "fp8", "permutation"}),
     "headroom",
+    "offload",
     "overlap",
     "sequence_parallel",
     *NAMED,
@@ -220,6 +222,15 @@ def _read_method(fix: Mapping[str, Any], overlap_at: str) -> SearchOptions:
                 where="fix['headroom']",
                 fix="give the share of a device's memory to leave free, from 0 to below 1: 0.1 is a tenth",
             )
+    if "offload" in given:
+        share = given["offload"]
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise PlanError(
+                f"offload is {_shown(share)}",
+                where="fix['offload']",
+                fix="give the share of the optimizer state to keep in host memory, from 0 to 1: 0.5 is half",
+            )
+        given["offload"] = (float(share),) if share else ()
     if "overlap" in given:
         given["overlap"] = _read_streams(given["overlap"], overlap_at)
     if given.get("virtual", 1) > 1:
@@ -244,6 +255,12 @@ def _check_pairs(fix: Mapping[str, Any]) -> None:
     if fix.get("tp", 1) > fix.get("max_tp", math.inf):
         raise PlanError(
             f"tp {fix['tp']} is more than max_tp {fix['max_tp']}", where="fix['max_tp']", fix="leave one of them out"
+        )
+    if fix.get("offload") and fix.get("zero") == 3:
+        raise PlanError(
+            "parameters that ZeRO 3 shards are gathered in every pass, so they stay on the device",
+            where="fix['offload']",
+            fix="fix zero to 0, 1 or 2, or leave offload out",
         )
     if fix.get("stages") == "even" and fix.get("cuts"):
         raise PlanError("stages cannot be even and cut by hand", where="fix['cuts']", fix="leave cuts or stages out")

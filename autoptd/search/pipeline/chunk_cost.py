@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import Memory, model_state
+from autoptd.cost_models.memory import Memory, model_state, padded
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.state_bytes import buffer_class, packed
@@ -243,9 +243,13 @@ class ChunkCosts(StepEnd):
         still = {i: self._dtypes[name].itemsize for i, (name, h) in enumerate(laid) if h.frozen}
         sizes = [((buffer_class(h.placement), shared.get(name), self._dtypes[name]), h.numel) for name, h in laid]
         units = [self._unit(name, runs, cut) for name, _ in laid] if self.candidate.zero >= 2 else ()
-        layout = packed(sizes, copies.ranks, copies.shards, self.bucket, idle, units, still)
+        tied = {i for i, (name, _) in enumerate(laid) if name in shared}
+        offload = self.candidate.offload
+        layout = packed(sizes, copies.ranks, copies.shards, self.bucket, idle, units, still, offload, tied)
         kept = self.whole.cost.moments * layout.most_stepped + self._load(used, copies).kept
-        state = self._model_state(layout.buckets, copies, whole_numel=layout.whole, kept=kept)
+        state = self._model_state(
+            layout.buckets, copies, whole_numel=layout.whole, kept=kept, on_host=layout.host_elements
+        )
         nbytes = sum(h.numel * self._dtypes[name].itemsize for name, h in own if h.frozen and self.candidate.zero < 3)
         nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if self.candidate.zero == 3 else 0)
         return state + Memory(parameters=nbytes)
@@ -255,8 +259,12 @@ class ChunkCosts(StepEnd):
         mine, found = [p for p in self._parameters[segment] if p[4]], Memory()
         for experts, copies in enumerate(self.copies):
             part = [p for p in mine if len(self.copies) == 1 or (p[0] in self._experts) == bool(experts)]
-            kept = 0 if self.whole.shapes else None  # at another rank, perhaps
-            found += self._model_state([sum(p[1] for p in part if not p[3])], copies, pad_to=copies.shards, kept=kept)
+            kept = (
+                0 if self.whole.shapes or self.candidate.offload else None
+            )  # at another rank, or on the host, perhaps
+            trained = sum(p[1] for p in part if not p[3])
+            on_host = padded(trained, copies.shards) // copies.shards if self.candidate.offload else 0
+            found += self._model_state([trained], copies, pad_to=copies.shards, kept=kept, on_host=on_host)
             frozen = sum(p[1] * self._dtypes[p[0]].itemsize for p in part if p[3])
             found += Memory(parameters=frozen // (copies.shards if self.candidate.zero == 3 else 1))
         return found
@@ -275,7 +283,9 @@ class ChunkCosts(StepEnd):
             trained += unused
             buckets = min(trained // self.bucket, len(self._order)) + _CLASSES
             padding = buckets * copies.ranks * ALIGN if copies.ranks > 1 else 0
-            found += self._model_state([trained + padding], copies)
+            alone = max(0, trained - self.shared_numel(first, last))
+            on_host = int(self.candidate.offload * alone) // copies.shards
+            found += self._model_state([trained + padding], copies, on_host=on_host)
             unused = 0
         return found
 
@@ -286,6 +296,7 @@ class ChunkCosts(StepEnd):
         pad_to: int | None = None,
         whole_numel: int = 0,
         kept: int | None = None,
+        on_host: int = 0,
     ) -> Memory:
         """Return `model_state` of buckets (trained elements) under this candidate."""
         return model_state(
@@ -299,4 +310,5 @@ class ChunkCosts(StepEnd):
             pad_to=pad_to,
             whole_numel=whole_numel,
             kept=kept,
+            on_host=on_host,
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -115,6 +117,17 @@ class ChunkParameters:
                 reader[name] = i
             totals.append(total)
         return totals, tied
+
+    def shared_numel(self, first: int, last: int) -> int:
+        """Return local elements of parameters that several segments read, each time one is read."""
+        totals = self._memoised(f"shared elements, ep {self.candidate.ep}", self._count_shared)
+        return totals[last + 1] - totals[first]
+
+    def _count_shared(self) -> list[int]:
+        """Return the elements of such parameters before each segment."""
+        readers = Counter(name for mine in self._parameters for name, *_ in mine)
+        each = (sum(count for name, count, *_ in mine if readers[name] > 1) for mine in self._parameters)
+        return [0, *accumulate(each)]
 
     def frozen_bytes(self, first: int, last: int, *, backward: bool = False) -> int:
         """Return local bytes of frozen parameters; `backward`: only of segments through which gradients flow."""

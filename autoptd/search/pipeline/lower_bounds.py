@@ -45,8 +45,8 @@ from itertools import accumulate
 from operator import add
 
 from autoptd.cost_models.collectives import collective_s, sum_in_shards_s
-from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
-from autoptd.cost_models.op_time import memory_s
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, clip_bytes, optimizer_step_bytes
+from autoptd.cost_models.op_time import host_update_s, memory_s
 from autoptd.schedule import route_of, row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.memory_filter import MemoryFilter
@@ -187,8 +187,8 @@ class CandidateBounds:
     _products: dict[tuple[int, int, str, int, int, int], float] = field(default_factory=dict)
     _floors: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
     _spread: dict[tuple[int, int, int], tuple[Sharded, Sharded, float]] = field(default_factory=dict)
-    _sharding: dict[tuple[int, ...], float] = field(default_factory=dict)
-    _ends: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
+    _sharding: dict[tuple[float, ...], float] = field(default_factory=dict)
+    _ends: dict[tuple[float, ...], tuple[float, float]] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
         """Return the bound from matrix products at the device's sustained rate, for any splits."""
@@ -282,9 +282,13 @@ class CandidateBounds:
         task, cluster = self.task, self.task.cluster
         parts = [(numel / (c.tp * c.pp), copies) for numel, copies in self.memory.parts(c)]
         own = int(sum(numel / copies.shards for numel, copies in parts))
-        update_s = memory_s(
-            cluster.device, optimizer_step_bytes(own, precision=task.precision, optimizer=task.optimizer)
-        )
+        update_s = memory_s(cluster.device, clip_bytes(own, task.precision))
+        if c.offload:
+            moved = c.offload * max(0.0, own - self.memory.shared_numel / (c.tp * c.pp))
+            update_s += host_update_s(cluster.device, int(moved), task.precision, task.optimizer)
+        else:
+            nbytes = optimizer_step_bytes(own, precision=task.precision, optimizer=task.optimizer)
+            update_s += memory_s(cluster.device, nbytes)
         if c.zero > 1 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
             return 0.0, update_s
         reduce_s = 0.0

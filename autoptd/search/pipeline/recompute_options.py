@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from autoptd.passes.analysis.liveness import Peak, stage_peak
 from autoptd.schedule import Alive
 
-EXACT = 100_000  # most choices per rank that are enumerated; beyond, a greedy order by bytes saved per second
-_COMPARED = 600  # most choices per chunk that are compared with one another, to leave out those that others beat
+EXACT = 10_000  # most choices per rank that are enumerated; beyond, a greedy order by bytes saved per second
+_COMPARED = 600  # choices of a chunk that are compared at a time, to leave out those that others beat
 
 
 class RecomputeOption(NamedTuple):
@@ -149,10 +149,18 @@ class RecomputeFront:
 
     def _some(self) -> tuple[Floats, Floats, Callable[[Counts], list[Counts]]]:
         """Return the same of the choices in order of bytes saved per second."""
-        found = list(_greedy(self._groups, self.alive))
-        choices = [_choice(self.chunks, _assigned(self.chunks, self._groups, counts), self.alive) for counts in found]
-        tables = [np.array(rows) for rows in zip(*found, strict=True)]
-        seconds, nbytes = np.array([(c.recompute_s, c.kept + c.extra) for c in choices], dtype=float).T
+        tables = [np.array(rows) for rows in zip(*_greedy(self._groups, self.alive), strict=True)]
+        every = [(options, where, table) for (options, where), table in zip(self._groups, tables, strict=True)]
+        seconds, extra = np.zeros(len(tables[0])), np.zeros(len(tables[0]))
+        kept = [seconds for _ in self.alive.rows]
+        for options, _, table in every:
+            seconds = seconds + table @ np.array([w.recompute_s for w in options])
+        for c, chunk in enumerate(self.chunks):
+            own = [group for group in every if group[1][0][0] == c]
+            held, beyond = _bytes_of_chunk(own, len(chunk), outer=False)
+            extra = np.maximum(extra, beyond)
+            kept = [before + row[c] * held for before, row in zip(kept, self.alive.rows, strict=True)]
+        nbytes = np.rint(np.maximum.reduce(kept) / self.alive.parts) + extra
         return seconds, nbytes, lambda some: [table[some] for table in tables]
 
 
@@ -177,23 +185,31 @@ def _choices_of(chunk: tuple[RecomputeOptions, ...]) -> ChunkChoices | None:
     for (options, _), table in zip(groups, tables, strict=True):
         seconds = np.add.outer(seconds, table @ np.array([w.recompute_s for w in options])).ravel()
     kept, extra = _bytes_of_chunk([(*group, table) for group, table in zip(groups, tables, strict=True)], len(chunk))
-    order = np.lexsort((extra, kept, seconds))
-    if len(order) <= _COMPARED:
-        k, x = kept[order], extra[order]
-        as_good = (k[:, None] <= k[None, :]) & (x[:, None] <= x[None, :])  # [earlier and no slower, later]
-        order = order[~np.triu(as_good, 1).any(axis=0)]
+    order = _unbeaten(np.lexsort((extra, kept, seconds)), kept, extra)
     counts = [table[at] for table, at in zip(tables, np.unravel_index(order, shape), strict=True)]
     return ChunkChoices(seconds[order], kept[order], extra[order], counts)
 
 
-def _bytes_of_chunk(
-    groups: Sequence[tuple[RecomputeOptions, list[tuple[int, int]], Counts]], length: int
-) -> tuple[Floats, Floats]:
-    """Return, for all counts of a chunk's groups, what its `length` blocks keep and the peak above it, flat.
+def _unbeaten(order: Counts, kept: Floats, extra: Floats) -> Counts:
+    """Return the choices, fast ones first, without those that an earlier one equals or beats in both kinds of bytes."""
+    found = order[:0]
+    for some in np.array_split(order, max(1, len(order) // _COMPARED)):
+        beaten = (kept[found, None] <= kept[some]) & (extra[found, None] <= extra[some])  # [earlier, later]
+        some = some[~beaten.any(axis=0)]
+        within = (kept[some, None] <= kept[some]) & (extra[some, None] <= extra[some])
+        found = np.concatenate((found, some[~np.triu(within, 1).any(axis=0)]))
+    return found
 
-    Within consecutive blocks of one option the last has the highest peak, for what is kept before it grows.
+
+def _bytes_of_chunk(
+    groups: Sequence[tuple[RecomputeOptions, list[tuple[int, int]], Counts]], length: int, *, outer: bool = True
+) -> tuple[Floats, Floats]:
+    """Return, for counts of a chunk's groups, what its `length` blocks keep and the peak above it, flat.
+
+    `outer`: for all combinations of the groups' counts; otherwise for those in one row of every table. Within
+    consecutive blocks of one option the last has the highest peak, for what is kept before it grows.
     """
-    shape = [len(table) for _, _, table in groups]
+    shape = [len(table) for _, _, table in groups] if outer else [len(groups[0][2])]
     at = {i: (g, j) for g, (_, where, _) in enumerate(groups) for j, (_, i) in enumerate(where)}
     orders = [sorted(range(len(options)), key=lambda w: options[w].peak.kept) for options, _, _ in groups]
     ends = [np.cumsum(table[:, order], axis=1) for (_, _, table), order in zip(groups, orders, strict=True)]
@@ -203,7 +219,7 @@ def _bytes_of_chunk(
         inside = [at[i][1] for i in blocks]
         held = np.clip(ends[g], inside[0], inside[-1] + 1) - inside[0]  # blocks of this run up to each option's last
         numbers = np.diff(held, axis=1, prepend=0)
-        view = [1] * g + [-1] + [1] * (len(groups) - g - 1)
+        view = [1] * g + [-1] + [1] * (len(groups) - g - 1) if outer else [-1]
         for place, w in enumerate(orders[g]):
             option, n = groups[g][0][w], numbers[:, place].reshape(view)
             peak = before + ((n - 1) * option.peak.kept + _fullest(option))

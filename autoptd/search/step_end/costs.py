@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
-from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
-from autoptd.cost_models.op_time import memory_s
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, clip_bytes, optimizer_step_bytes
+from autoptd.cost_models.op_time import host_update_s, memory_s
 from autoptd.layout.placements import BP
 from autoptd.layout.state_bytes import elements_of
 from autoptd.search.constraints.options import SearchOptions
@@ -92,15 +93,26 @@ class StepEnd(ChunkParameters):
         return found
 
     def step_s(self, runs: list[tuple[int, int]]) -> float:
-        """Return seconds of the optimizer on this rank's shard."""
-        load = self.whole_load(runs)
+        """Return seconds of the optimizer on this rank's shard: on the device, and beside it on the host."""
+        load, on_host = self.whole_load(runs), self.host_numel(runs)
         flat = ((trained - self._whole_numel(runs, i), c.shards) for i, (trained, c) in enumerate(self._trained(runs)))
         shard = sum(-(-numel // shards) for numel, shards in flat)
-        kept = self.whole.cost.moments * shard + load.kept
+        kept = self.whole.cost.moments * (shard - on_host) + load.kept
         nbytes = optimizer_step_bytes(
-            shard + load.stepped, precision=self.precision, optimizer=self.optimizer, kept=kept
+            shard - on_host + load.stepped, precision=self.precision, optimizer=self.optimizer, kept=kept
         )
-        return memory_s(self.cluster.device, nbytes) + self.whole_s(load)
+        device = self.cluster.device
+        here_s = memory_s(device, nbytes) + self.whole_s(load)
+        there_s = host_update_s(device, on_host, self.precision, self.optimizer)
+        return memory_s(device, clip_bytes(shard, self.precision)) + max(here_s, there_s)
+
+    def host_numel(self, runs: list[tuple[int, int]]) -> int:
+        """Return about how many elements this rank updates on the host: those of whole buckets."""
+        found = 0
+        for trained, copies in self._trained(runs) if self.candidate.offload else ():
+            buckets = self.buckets(trained)
+            found += -(-trained * math.ceil(buckets * self.candidate.offload) // (buckets * copies.shards))
+        return found
 
     def whole_s(self, load: WholeLoad) -> float:
         """Return seconds of the products of whole parameters, and of bringing these together and sending them back."""

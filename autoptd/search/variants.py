@@ -1,0 +1,54 @@
+"""Variants of a candidate that take less memory and more time, which are tried once memory limits it.
+
+memory-saving   splits weigh each byte saved for backward by the time of recomputing it
+offload         more of the optimizer state is in host memory, and updated there, while the device waits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autoptd.cost_models.memory import UPDATE_COSTS
+from autoptd.search.memory_filter import MemoryFilter
+from autoptd.search.meshes import Candidate
+from autoptd.search.task import Task
+
+SHARES = (0.125, 0.25, 0.5, 1.0)  # of the optimizer state in host memory, tried in this order
+
+
+class Variants:
+    """The variants that a task allows."""
+
+    def __init__(self, task: Task, memory: MemoryFilter) -> None:
+        self.memory, self._ignored = memory, task.constraints.method.memory == "ignore"
+        searched = "offload" in task.constraints.searched - task.constraints.fixed
+        on_gpus = task.cluster.device.kind == "cuda"  # otherwise the host is the device
+        self._offloads = searched and on_gpus and UPDATE_COSTS[task.optimizer].whole == "none"
+
+    def of(self, c: Candidate) -> Iterator[Candidate]:
+        """Yield the next variants of a candidate, which may be one itself."""
+        if self._ignored or c.memory_saving:
+            return
+        if c.tp > 1 and not (self._offloads and c.offload):
+            yield c._replace(memory_saving=True)
+        if self._offloads and c.zero < 3 and c.offload < 1:
+            yield c._replace(offload=next(share for share in SHARES if share > c.offload))
+
+    def every(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates and all their variants."""
+        found = list(candidates)
+        for c in found:
+            found += self.of(c)
+        return found
+
+    def promising(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates whose state may fit, and of plain ones that do not, those that fit with offload."""
+        if self._ignored:
+            return list(candidates)
+        found = self.memory.promising(candidates)
+        if self._offloads:
+            known = set(found)
+            found += self.memory.fitting(
+                [c._replace(offload=SHARES[0]) for c in candidates if c.is_plain and c not in known]
+            )
+        return found
