@@ -367,10 +367,10 @@ def test_a_parameter_without_gradient_is_allowed_and_reported():
         ({"batch": 4, "fix": {"dp": 8}}, "batch 4 is smaller than dp 8", "batch", "use a batch of 8"),
         ({"fix": {"dp": 8, "micro": 4}}, "batch 16 is smaller than dp 8 x micro 4 = 32", "batch", "use a batch of 32"),
         (
-            {"batch": 24, "fix": {"micro": 5}},
-            "batch 24 is not divisible by micro 5",
+            {"batch": 34, "fix": {"dp": 8, "micro": 4}},
+            "batch 34 is not divisible by dp 8 x micro 4 = 32",
             "batch",
-            "use a batch of 20 or 25",
+            "use a batch of 32 or 64",
         ),
         (
             {"world": 8192, "batch": 1, "fix": {"max_tp": 8}},

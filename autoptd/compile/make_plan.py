@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from autoptd.codegen.blocks import name_blocks
-from autoptd.compile.notes import answer_notes, device_of, memory_notes, offload_notes
+from autoptd.compile.notes import answer_notes, batch_notes, device_of, memory_notes, offload_notes
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
@@ -80,7 +80,7 @@ def make_plan(
     answer = Planner(task, progress, source.known).answer()
     notes += pin_notes(source.folded, constraints, answer.staged.candidate.tp)
     notes += memory_notes(answer.staged, cluster)
-    notes += offload_notes(answer.staged, cluster)
+    notes += offload_notes(answer.staged, cluster) + batch_notes(answer.staged, size)
     notes += answer_notes(source, answer)
     return _to_plan(source, task, answer, tuple(notes))
 
@@ -188,7 +188,7 @@ def _execution_options(staged: Staged, sharding: Sharding, folded: Folded) -> Ex
         "recompute": _common_policy(staged),
         "loss": loss_of(method, folded, sharding),
         "sums": sums_of(folded.loss_form, staged.candidate),
-        "offload": (staged.candidate.offload,) * staged.candidate.pp if staged.candidate.offload else (),
+        "offload": staged.offload,
     }
     kept = {f.name: getattr(method, f.name) for f in fields(ExecutionOptions)}
     return ExecutionOptions(**{**kept, **decided})

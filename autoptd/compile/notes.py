@@ -92,10 +92,24 @@ def whole_notes(staged: Staged) -> list[str]:
     ]
 
 
+def batch_notes(staged: Staged, batch: int) -> list[str]:
+    """Return a note on ranks and microbatches of unequal sizes, if there are any."""
+    c = staged.candidate
+    padded = c.dp * c.micro * c.microbatches
+    if padded == batch:
+        return []
+    shares = sorted({batch // c.dp, -(-batch // c.dp)})
+    return [
+        f"a batch of {batch} is not {c.dp} × {c.microbatches} × {c.micro}: data-parallel ranks have "
+        f"{' or '.join(map(str, shares))} samples, whose last microbatch may be smaller. Every sample counts once; a "
+        f"step takes as long as with {padded}"
+    ]
+
+
 def offload_notes(staged: Staged, cluster: Cluster) -> list[str]:
     """Return a note on the optimizer state in host memory, if there is any: how much, and what its step takes."""
-    share, chunks, c = staged.candidate.offload, staged.chunks, staged.candidate
-    if not share:
+    shares, chunks, c = sorted(set(staged.offload)), staged.chunks, staged.candidate
+    if not shares:
         return []
     if cluster.device.kind == "cpu":
         return ["offload moves optimizer state to host memory, which is the device's own here: it saves none"]
@@ -104,8 +118,9 @@ def offload_notes(staged: Staged, cluster: Cluster) -> list[str]:
     numel = max(costs.host_numel(runs) for costs, runs in ends)
     of_rank = chunks.main * (2 + chunks.whole.cost.moments) * numel / 2**30  # main copies and gradients, and state
     of_node = of_rank * min(c.world, cluster.gpus_per_node or c.world)
+    share = " to ".join(f"{100 * share:g}%" for share in shares[:: max(1, len(shares) - 1)])  # the least, the most
     return [
-        f"{100 * share:g}% of the optimizer state is in host memory: about {of_rank:,.0f} GiB for the fullest rank, "
+        f"{share} of the optimizer state is in host memory: about {of_rank:,.0f} GiB for the fullest rank, "
         f"{of_node:,.0f} GiB for a node of such ranks. The devices wait {seconds:,.3g} s per step for its update"
     ]
 

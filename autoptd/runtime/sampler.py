@@ -14,19 +14,19 @@ class ShareSampler(Sampler[list[int]]):
     """A `batch_sampler` that yields, for each step of an epoch, the indices of this rank's share of the global batch.
 
     Epoch e uses a permutation of the samples that depends on (seed, e) only. Each step takes the next `batch` samples,
-    of which each rank has a consecutive range; an incomplete last batch is dropped. The position in the data is
-    therefore the number of steps done, under any plan: `sampler.start_at(parallel.step)` resumes, also within an epoch.
-    An iterator yields the rest of one epoch; the next iterator starts the next epoch.
+    of which each rank has a consecutive range, the first ranks one sample more where they cannot be equal; an
+    incomplete last batch is dropped. The position in the data is therefore the number of steps done, under any plan:
+    `sampler.start_at(parallel.step)` resumes, also within an epoch. An iterator yields the rest of one epoch; the next
+    iterator starts the next epoch.
     """
 
     def __init__(
         self, samples: int, batch: int, rank: int, ranks: int, *, shuffle: bool = True, seed: int = 0, step: int = 0
     ) -> None:
         """`samples`: size of the data set; `batch`: global batch size. Raises InputsError."""
-        if batch < 1 or batch % ranks:
-            raise InputsError(
-                f"a batch of {batch} cannot be shared by {ranks} data-parallel ranks", fix=f"use a multiple of {ranks}"
-            )
+        if batch < ranks:
+            what = f"a batch of {batch} cannot be shared by {ranks} data-parallel ranks"
+            raise InputsError(what, fix=f"use at least {ranks} samples")
         if samples < batch:
             raise InputsError(f"{samples} samples are less than one batch of {batch}", fix="use a smaller batch")
         self.samples, self.batch, self.rank, self.ranks = samples, batch, rank, ranks
@@ -45,9 +45,10 @@ class ShareSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first = divmod(self._step, len(self))
         order = self._order(epoch)
-        share = self.batch // self.ranks
+        least, longer = divmod(self.batch, self.ranks)
+        before, share = self.rank * least + min(self.rank, longer), least + (self.rank < longer)
         for k in range(first, len(self)):
-            start = k * self.batch + self.rank * share
+            start = k * self.batch + before
             self._step = epoch * len(self) + k + 1
             yield order[start : start + share]
 

@@ -1,8 +1,11 @@
 """Enumerate the meshes of a world and the ways to run each.
 
 A mesh is dp * cp * tp * pp = world, with `micro` samples per microbatch and data-parallel rank; a step has
-m = batch / (dp * micro) microbatches. `candidates` lists all meshes that the limits and the user's `fix` allow, each
-with every ZeRO stage, schedule and number of chunks, in (cp, tp, pp, dp, micro, zero, recompute, schedule) order.
+m = ⌈batch / (dp * micro)⌉ microbatches. Where dp does not divide the batch, some ranks have a sample less, and where
+micro does not divide a rank's samples, its last microbatch has fewer.
+
+`candidates` lists all meshes that the limits and the user's `fix` allow, each with every ZeRO stage, schedule and
+number of chunks, in (cp, tp, pp, dp, micro, zero, recompute, schedule) order.
 """
 
 from __future__ import annotations
@@ -128,6 +131,7 @@ class MeshLimits:
     pool_ranks: tuple[int, ...] = ()  # devices of each type, if there are several types
     chunks: int | None = None  # most chunks of the model that are searched; None: as many as segments
     one_microbatch: bool = False  # per step: samples need others of their batch
+    uneven: bool = True  # whether ranks and microbatches may differ by a sample
 
 
 def candidates(limits: MeshLimits, fix: Mapping[str, int | str] | None = None) -> tuple[Candidate, ...]:
@@ -213,17 +217,38 @@ def _meshes(limits: MeshLimits, choices: Mapping[str, int | str]) -> Iterator[tu
 
 
 def _options(limits: MeshLimits, choices: Mapping[str, int | str], dp: int, tp: int, pp: int) -> Iterator[Candidate]:
-    if limits.batch % dp:
-        return
-    share = limits.batch // dp
     zeros = limits.zeros if dp * limits.cps[0] > 1 else limits.zeros[:1]
-    most = share if limits.one_microbatch else limits.max_micro
-    for micro in [share] if limits.one_microbatch else divisors(share):
-        if choices.get("micro", micro) != micro or ("micro" not in choices and micro > (most or micro)):
+    for micro in _sizes(limits, choices, dp):
+        microbatches = microbatches_of(limits, dp, micro)
+        if microbatches is None:
             continue
         for zero in [int(choices["zero"])] if "zero" in choices else zeros:
             for recompute in [str(choices["recompute"])] if "recompute" in choices else limits.recomputes:
-                yield Candidate(dp, tp, pp, micro, share // micro, zero, recompute, offload=limits.offload)
+                yield Candidate(dp, tp, pp, micro, microbatches, zero, recompute, offload=limits.offload)
+
+
+def _sizes(limits: MeshLimits, choices: Mapping[str, int | str], dp: int) -> list[int]:
+    """Return the samples per microbatch to try: the divisors of a rank's samples, and the powers of two, each made as
+    small as its number of microbatches allows."""
+    share = -(-limits.batch // dp)  # of the ranks with most samples
+    if limits.one_microbatch:
+        return [share] if choices.get("micro", share) == share else []
+    if "micro" in choices:
+        return [int(choices["micro"])]
+    found = set(divisors(share))
+    if limits.uneven:
+        counts = {-(-share // 2**k) for k in range(share.bit_length())}
+        found |= {-(-share // count) for count in counts}
+    return [micro for micro in sorted(found) if micro <= (limits.max_micro or micro)]
+
+
+def microbatches_of(limits: MeshLimits, dp: int, micro: int) -> int | None:
+    """Return the microbatches of each rank in a step; None unless all ranks have equally many."""
+    least, most = limits.batch // dp, -(-limits.batch // dp)
+    count = -(-most // micro)
+    if not limits.uneven:
+        return count if least == most and least % micro == 0 else None
+    return count if least > (count - 1) * micro and micro <= most else None
 
 
 def divisors(number: int) -> list[int]:
@@ -291,8 +316,9 @@ def _check_batch(limits: MeshLimits, choices: Mapping[str, int | str]) -> None:
     fixed = {name: int(choices[name]) for name in ("dp", "micro") if name in choices}
     if {"tp", "pp"} <= choices.keys():
         fixed["dp"] = limits.world // (int(choices["tp"]) * int(choices["pp"]))
-    product = math.prod(fixed.values())
-    if limits.batch % product:
+    product, dp = math.prod(fixed.values()), fixed.get("dp", 1)
+    micro = fixed.get("micro", -(-limits.batch // dp))  # with all samples of a rank, if any number can be
+    if limits.batch < dp or microbatches_of(limits, dp, micro) is None:
         text = " x ".join(f"{name} {fixed[name]}" for name in ("dp", "micro") if name in fixed)
         problem = "smaller than" if limits.batch < product else "not divisible by"
         raise PlanError(

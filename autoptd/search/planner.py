@@ -40,7 +40,7 @@ from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
 from autoptd.search.task import candidate_space
-from autoptd.search.variants import Variants
+from autoptd.search.variants import SHARES, Variants
 
 _CUT = 3  # steps before the bounds that read memory, which take longer
 _SIMULATED = _CUT + 3  # steps before the simulation
@@ -127,10 +127,11 @@ class Planner:
         options = self._variants.promising(possible)
         with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
             bound_s = self._visit(options)
-        best = self._best
-        if best is None:
+        if self._best is None:
             raise self._nothing_fits(len(possible))
-        c = best.candidate
+        best, c = self._best, self._best.candidate
+        if c.offload and not self._method.offload:  # no more of it than each rank needs
+            best = simulated(self._stages(c).trimmed(best, (0.0, *SHARES)))
         gap = max(0.0, 1 - bound_s * (1 - CLOSE * self._splitter.is_derived) / best.seconds)
         with self.progress.stage("prove the schedule"):
             prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
@@ -389,6 +390,7 @@ class Planner:
         order = sorted(self._too_large, key=lambda e: (self._memory.least_bytes(e.candidate), -e.candidate.offload))
         if not order:
             return self._splitter.refusal()
-        closest = min((self._stages(e.candidate).shortfall() for e in order[:_EXPLAINED]), key=lambda s: max(s.missing_bytes))
+        missing = (self._stages(e.candidate).shortfall() for e in order[:_EXPLAINED])
+        closest = min(missing, key=lambda s: max(s.missing_bytes))
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
         return nothing_fits(self._memory, self.task.world, considered, closest, fixed)

@@ -100,6 +100,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
     zeros: tuple[int, ...] = (1, 0, 2, 3) if "zero" in mesh or "zero" in searched else (1, 0)
     if method.offload:
         _check_offload(task)
+        mesh |= {"pp": len(method.offload)} if len(method.offload) > 1 else {}
         zeros = tuple(zero for zero in zeros if zero < 3)
     groups = [d for d in divisors(node) if d > 1] if "shards" in searched and "shards" not in fixed else []
     limits = MeshLimits(
@@ -121,12 +122,18 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         offload=max(method.offload, default=0.0),
         pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
         one_microbatch=bool(task.folded.statistics.count),
+        uneven=task.folded.traced.averaging == "global",
     )
     return allowed(task.folded, method, _with_experts(_of_one_microbatch(task, limits, mesh), mesh, method))
 
 
 def _check_offload(task: Task) -> None:
-    """Raise PlanError for an optimizer that updates whole parameters."""
+    """Raise PlanError for an optimizer that updates whole parameters, and for shares of other pipeline ranks."""
+    pp, shares = task.constraints.mesh.get("pp"), task.constraints.method.offload
+    if len(shares) > 1 and pp not in (None, len(shares)):
+        raise PlanError(
+            f"offload has {len(shares)} shares for {pp} pipeline ranks", where="fix['offload']", fix="give one for each"
+        )
     if UPDATE_COSTS[task.optimizer].whole != "none":
         raise PlanError(
             f"{task.optimizer} updates whole parameters, which the device does",

@@ -154,6 +154,7 @@ def used_by(own: Candidate) -> tuple[str, ...]:
     """Return the dimensions of `DIMENSIONS` that a plan uses."""
     uses = {
         "cp": own.cp > 1,
+        "offload": own.offload > 0,
         "recompute": own.recompute in ("selective", "ops"),
         "shards": own.shards > 0,
         "virtual": own.virtual > 1 and own.schedule != "zero-bubble-v",

@@ -19,10 +19,9 @@ from tests.sample_plan import sample_plan
 
 @pytest.fixture(scope="module")
 def refused(traced: TracedModel) -> PlanQuery:
-    """Requests microbatches of 32 without recomputation: only together too large. `kernels` and `tp` are irrelevant."""
-    asked = PlanQuery(
-        traced, 1, nodes_of_four(), 64, fix={"tp": 1, "kernels": "fused", "micro": 32, "recompute": "none"}
-    )
+    """Requests microbatches of 32 without recomputation: only together too large. The others are irrelevant."""
+    fix = {"tp": 1, "kernels": "fused", "micro": 32, "recompute": "none", "offload": 0}
+    asked = PlanQuery(traced, 1, nodes_of_four(), 64, fix=fix)
     fat = max(asked.device_bytes(asked.plan()))
     either = [asked.with_changes(recompute="full"), asked.with_changes(micro=8)]
     enough = max(max(query.device_bytes(query.plan())) for query in either)

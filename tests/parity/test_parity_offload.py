@@ -51,7 +51,7 @@ def source(precision: str) -> autoptd.TracedModel:
     return autoptd.trace(NanoGPT(SIZES), seq=8, precision=precision)
 
 
-def made(precision: str, offload: float, optimizer: str = "adamw", **fix: Any) -> Parallel:
+def made(precision: str, offload: float | list[float], optimizer: str = "adamw", **fix: Any) -> Parallel:
     mesh = {"dp": 2, "tp": 1, "pp": 2, "zero": 1, "schedule": "1f1b", "micro": 2} | fix
     return autoptd.parallelize(
         source(precision),
@@ -65,7 +65,7 @@ def made(precision: str, offload: float, optimizer: str = "adamw", **fix: Any) -
     )
 
 
-def trained(precision: str, offload: float, **fix: Any) -> Trained:
+def trained(precision: str, offload: float | list[float], **fix: Any) -> Trained:
     return train_in_lockstep(made(precision, offload, **fix), batches())
 
 
@@ -81,12 +81,19 @@ def trained(precision: str, offload: float, **fix: Any) -> Trained:
         ("bf16", {"overlap": ["dp", "p2p"]}),
         ("fp16", {"tp": 2, "pp": 1}),
         ("bf16", {"optimizer": "lion", "dp": 1, "pp": 4, "zero": 0}),
+        ("fp32", {"schedule": "interleaved", "virtual": 2}),
     ],
     ids=str,
 )
 def test_the_host_changes_no_bit(precision: str, share: float, fix: dict[str, Any]) -> None:
     with_it, without = trained(precision, share, **fix), trained(precision, 0.0, **fix)
     assert with_it.losses == without.losses and with_it.norms == without.norms
+    assert max(differences(with_it.state, without.state).values()) == 0
+
+
+def test_ranks_may_have_shares_of_their_own() -> None:
+    with_it, without = trained("bf16", [1.0, 0.0]), trained("bf16", 0.0)
+    assert with_it.losses == without.losses
     assert max(differences(with_it.state, without.state).values()) == 0
 
 
@@ -172,5 +179,7 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
         made("bf16", 0.5, zero=3)
     with pytest.raises(PlanError, match=r"offload is 1\.5"):
         made("bf16", 1.5)
+    with pytest.raises(PlanError, match="3 shares for 2 pipeline ranks"):
+        made("bf16", [0.5, 0.5, 0.0])
     with pytest.raises(PlanError, match="whole"):
         made("bf16", 0.5, optimizer="muon")

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,7 +68,10 @@ def test_the_largest_microbatch_binds_unless_fixed() -> None:
             "world 64 is not divisible by tp 8 x pp 16 = 128\n  where  fix\n  fix    use a world of 128, ",
         ),
         ({"dp": 2, "tp": 2, "pp": 2}, "dp 2 x tp 2 x pp 2 is 8, not the world of 64"),
-        ({"micro": 3}, "batch 512 is not divisible by micro 3\n  where  batch\n  fix    use a batch of 510 or 513"),
+        (
+            {"tp": 1, "pp": 4, "micro": 31, "dp": 16},
+            "batch 500 is not divisible by dp 16 x micro 31 = 496\n  where  batch\n  fix    use a batch of 496 or 992",
+        ),
         ({"tp": 1, "pp": 2, "micro": 32}, "batch 512 is smaller than dp 32 x micro 32 = 1024"),
         ({"dp": 0}, "dp is 0"),
         ({"tp": "8"}, "tp is '8'"),
@@ -78,8 +82,32 @@ def test_the_largest_microbatch_binds_unless_fixed() -> None:
 )
 def test_an_impossible_constraint_names_what_is_wrong(fix: dict[str, int | str], message: str) -> None:
     with pytest.raises(PlanError) as error:
-        candidates(LIMITS, fix)
+        candidates(replace(LIMITS, batch=500) if "batch 500" in message else LIMITS, fix)
     assert message in str(error.value)
+
+
+def test_microbatches_of_averaged_losses_are_equal() -> None:
+    equal = replace(LIMITS, uneven=False)
+    with pytest.raises(PlanError, match="batch 512 is not divisible by micro 3"):
+        candidates(equal, {"micro": 3})
+    assert all(c.dp * c.micro * c.microbatches == 30 for c in candidates(replace(equal, batch=30)))
+
+
+@given(st.integers(1, 200), st.sampled_from([1, 2, 3, 6, 12]), st.integers(1, 16))
+def test_all_ranks_have_as_many_microbatches(batch: int, dp: int, most: int) -> None:
+    """As the runtime cuts a rank's share of the batch; none with more samples than its number takes."""
+    limits = MeshLimits(world=12, batch=batch, segments=12, tp_sizes=(1,), recomputes=("auto",), max_micro=most)
+    if batch < dp:
+        return
+    found = [c for c in candidates(limits) if c.dp == dp]
+    assert found or dp > 1
+    for c in found:
+        shares = [len(share) for share in torch.arange(batch).tensor_split(dp)]
+        assert {-(-share // c.micro) for share in shares} == {c.microbatches}
+        assert c.micro == -(-max(shares) // c.microbatches) <= most
+    sizes = {c.micro for c in found}
+    if batch % dp == 0:
+        assert sizes >= {n for n in divisors(batch // dp) if n <= most}
 
 
 def test_too_many_stages_are_refused() -> None:
@@ -88,10 +116,13 @@ def test_too_many_stages_are_refused() -> None:
 
 
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:
+    limits = MeshLimits(world=8, batch=5, segments=2, tp_sizes=(1, 2), uneven=False)
     with pytest.raises(PlanError, match="batch 5 is not divisible by dp x micro of any mesh of world 8") as error:
-        candidates(MeshLimits(world=8, batch=5, segments=2, tp_sizes=(1, 2)))
+        candidates(limits)
     assert "dp x micro may be 2, 4, 8" in str(error.value)
     assert "use a batch of 4 or 6" in str(error.value)
+    found = candidates(replace(limits, uneven=True))
+    assert {(c.dp, c.micro, c.microbatches) for c in found} == {(2, 3, 1), (4, 2, 1)}
 
 
 def test_a_world_that_no_mesh_fills_is_refused() -> None:

@@ -223,14 +223,15 @@ def _read_method(fix: Mapping[str, Any], overlap_at: str) -> SearchOptions:
                 fix="give the share of a device's memory to leave free, from 0 to below 1: 0.1 is a tenth",
             )
     if "offload" in given:
-        share = given["offload"]
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        shares = given["offload"] if isinstance(given["offload"], (list, tuple)) else [given["offload"]]
+        if not shares or not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares):
             raise PlanError(
-                f"offload is {_shown(share)}",
+                f"offload is {_shown(given['offload'])}",
                 where="fix['offload']",
-                fix="give the share of the optimizer state to keep in host memory, from 0 to 1: 0.5 is half",
+                fix="give the share of the optimizer state to keep in host memory, from 0 to 1: 0.5 is half; or a list "
+                "of shares, one for each pipeline rank",
             )
-        given["offload"] = (float(share),) if share else ()
+        given["offload"] = tuple(map(float, shares)) if any(shares) else ()
     if "overlap" in given:
         given["overlap"] = _read_streams(given["overlap"], overlap_at)
     if given.get("virtual", 1) > 1:

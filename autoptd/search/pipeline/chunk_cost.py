@@ -46,18 +46,36 @@ class ChunkCosts(StepEnd):
         ranks, world = self.candidate.tp, self.tensors.world
         costs = {kind: price(cost.work, cluster, ranks, world) for kind, cost in self.sharded.costs.items()}
         other.sharded, other._passes = replace(self.sharded, costs=costs), {}
-        for worked_out in ("_by_pool", "messages"):
+        for worked_out in ("_kinds", "messages"):
             other.__dict__.pop(worked_out, None)
         return other
 
+    def sharing(self, shares: Sequence[float]) -> ChunkCosts:
+        """Return a copy with these shares of the optimizer state on the host, by pipeline rank; one counts for all."""
+        other = copy(self)
+        other.method, other.offload = replace(self.method, offload=tuple(shares)), max(shares)
+        other.__dict__.pop("_kinds", None)
+        return other
+
     def on(self, rank: int) -> ChunkCosts:
-        """Return the costs on the device type of a pipeline rank."""
-        pools = self.candidate.pools
-        return self._by_pool[pools[rank]] if pools else self
+        """Return the costs on the device type of a pipeline rank, with its share of the optimizer state on the host."""
+        pools, shares = self.candidate.pools, self.method.offload
+        share = shares[rank] if len(shares) > 1 else self.offload
+        return self._by_kind(pools[rank] if pools else 0, share)
+
+    def _by_kind(self, pool: int, share: float) -> ChunkCosts:
+        if not self.candidate.pools and share == self.offload:
+            return self
+        if (pool, share) not in self._kinds:
+            found = self.under(self.cluster.pools[pool]) if self.candidate.pools else copy(self)
+            found.offload = share
+            self._kinds[pool, share] = found
+        return self._kinds[pool, share]
 
     @cached_property
-    def _by_pool(self) -> list[ChunkCosts]:
-        return [self.under(cluster) for cluster in self.cluster.pools]
+    def _kinds(self) -> dict[tuple[int, float], ChunkCosts]:
+        """Costs on other kinds of ranks, as they are worked out."""
+        return {}
 
     def cost(self, segment: int) -> KindCost:
         return self.sharded.costs[self.folded.segments[segment].kind]
@@ -244,8 +262,7 @@ class ChunkCosts(StepEnd):
         sizes = [((buffer_class(h.placement), shared.get(name), self._dtypes[name]), h.numel) for name, h in laid]
         units = [self._unit(name, runs, cut) for name, _ in laid] if self.candidate.zero >= 2 else ()
         tied = {i for i, (name, _) in enumerate(laid) if name in shared}
-        offload = self.candidate.offload
-        layout = packed(sizes, copies.ranks, copies.shards, self.bucket, idle, units, still, offload, tied)
+        layout = packed(sizes, copies.ranks, copies.shards, self.bucket, idle, units, still, self.offload, tied)
         kept = self.whole.cost.moments * layout.most_stepped + self._load(used, copies).kept
         state = self._model_state(
             layout.buckets, copies, whole_numel=layout.whole, kept=kept, on_host=layout.host_elements
@@ -259,11 +276,9 @@ class ChunkCosts(StepEnd):
         mine, found = [p for p in self._parameters[segment] if p[4]], Memory()
         for experts, copies in enumerate(self.copies):
             part = [p for p in mine if len(self.copies) == 1 or (p[0] in self._experts) == bool(experts)]
-            kept = (
-                0 if self.whole.shapes or self.candidate.offload else None
-            )  # at another rank, or on the host, perhaps
+            kept = 0 if self.whole.shapes or self.offload else None  # at another rank, or on the host, perhaps
             trained = sum(p[1] for p in part if not p[3])
-            on_host = padded(trained, copies.shards) // copies.shards if self.candidate.offload else 0
+            on_host = padded(trained, copies.shards) // copies.shards if self.offload else 0
             found += self._model_state([trained], copies, pad_to=copies.shards, kept=kept, on_host=on_host)
             frozen = sum(p[1] * self._dtypes[p[0]].itemsize for p in part if p[3])
             found += Memory(parameters=frozen // (copies.shards if self.candidate.zero == 3 else 1))
@@ -283,8 +298,8 @@ class ChunkCosts(StepEnd):
             trained += unused
             buckets = min(trained // self.bucket, len(self._order)) + _CLASSES
             padding = buckets * copies.ranks * ALIGN if copies.ranks > 1 else 0
-            alone = max(0, trained - self.shared_numel(first, last))
-            on_host = int(self.candidate.offload * alone) // copies.shards
+            alone = max(0, trained - (self.shared_numel(first, last) if self.candidate.pp > 1 else 0))
+            on_host = int(self.offload * alone) // copies.shards
             found += self._model_state([trained + padding], copies, on_host=on_host)
             unused = 0
         return found

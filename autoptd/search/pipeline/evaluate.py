@@ -76,6 +76,12 @@ class Staged:
         return self.candidate.route
 
     @property
+    def offload(self) -> tuple[float, ...]:
+        """Share of the optimizer state in host memory, by pipeline rank; () for none."""
+        shares = tuple(self.chunks.on(rank).offload for rank in range(self.candidate.pp))
+        return shares if any(shares) else ()
+
+    @property
     def sharded(self) -> Sharded:
         return self.chunks.sharded
 

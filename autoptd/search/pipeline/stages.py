@@ -59,12 +59,12 @@ class Stages:
         self.stage_costs = self._stage_costs()
 
     def _stage_costs(self, unlimited: bool = False) -> list[StageCost]:
-        """Return one `StageCost` per type of device among the pipeline ranks; `unlimited`: they ignore memory."""
-        pools, found = self.candidate.pools, []
-        for pool, cluster in enumerate(self.cluster.pools if pools else self.cluster.pools[:1]):
-            chunks = self.chunks.on(pools.index(pool) if pools else 0)
+        """Return one `StageCost` per kind of pipeline rank; `unlimited`: they ignore memory."""
+        found = []
+        for pool, share in dict.fromkeys(self._kinds):
+            chunks = self.chunks.on(self._kinds.index((pool, share)))
             blocks = self._blocks.setdefault(pool, BlockCosts(chunks))
-            found.append(StageCost(chunks, blocks, cluster.device, unlimited))
+            found.append(StageCost(chunks, blocks, self.cluster.pools[pool].device, unlimited))
         return found
 
     def stage_cost(self, stage: int) -> StageCost:
@@ -72,8 +72,17 @@ class Stages:
         return self.stage_costs[self._pools[self.candidate.route.holder(stage)]]
 
     @cached_property
+    def _kinds(self) -> list[tuple[int, float]]:
+        """Of each pipeline rank, its type of device and its share of the optimizer state on the host."""
+        c, shares = self.candidate, self.method.offload
+        shares = shares if len(shares) > 1 else (c.offload,) * c.pp
+        return list(zip(c.pools or (0,) * c.pp, shares, strict=True))
+
+    @cached_property
     def _pools(self) -> tuple[int, ...]:
-        return self.candidate.pools or (0,) * self.candidate.pp
+        """Of each pipeline rank, its index in `stage_costs`."""
+        found = list(dict.fromkeys(self._kinds))
+        return tuple(found.index(kind) for kind in self._kinds)
 
     def solutions(self) -> list[Staged]:
         """Return the cuts of which one is the best; which one, a simulation tells. Raises DoesNotFit."""
@@ -160,7 +169,7 @@ class Stages:
             mine, stage_cost = route.stages_of(rank), self.stage_cost(rank)
             runs = [cuts[stage] for stage in mine]
             spans = [stage_cost.span(*run) for run in runs]
-            state, upcast = self.chunks.state(runs, cuts), self.chunks.update_bytes(runs)
+            state, upcast = self.chunks.on(rank).state(runs, cuts), self.chunks.update_bytes(runs)
             choice = stage_cost.choose(spans, state, upcast, self.held(rank))
             if choice is None:
                 raise StagesDoNotFit("these stages do not fit")
@@ -168,6 +177,21 @@ class Stages:
                 policies[stage] = stage_cost.policies(cuts[stage][0], span, options)
             memory.append(stage_cost.memory(state, upcast, choice.kept, choice.extra))
         return timed(self.chunks, StageSolution(cuts, tuple(policies)), tuple(memory))
+
+    def trimmed(self, staged: Staged, shares: Sequence[float]) -> Staged:
+        """Return the stages with the least of these shares of the optimizer state on the host of each pipeline rank
+        with which the same recomputation fits."""
+        chosen, memory = list[float](), list[Memory]()
+        for rank, most in enumerate(staged.memory):
+            runs = list(self.candidate.route.of(staged.solution.boundaries, rank))
+            for share in sorted({*shares, self.candidate.offload}):
+                state = self.chunks.sharing([share]).on(rank).state(runs, staged.solution.boundaries)
+                needs = replace(most, optimizer=state.optimizer)
+                if share == self.candidate.offload or needs.needed <= self.stage_costs[self._pools[rank]].limit:
+                    break
+            chosen.append(share)
+            memory.append(needs)
+        return timed(self.chunks.sharing(chosen), staged.solution, tuple(memory))
 
     # ---- the search for cuts ----
 
@@ -190,7 +214,7 @@ class Stages:
             send_s=2 * self.chunks.messages.send_table_s(),
             alive=tuple(self.alive(k) for k in range(self.count)),
             pools=tuple(self._pools[self.candidate.route.holder(k)] for k in range(self.count)),
-            state=first.state * v,
+            state=np.minimum.reduce([stage_cost.state for stage_cost in self.stage_costs]) * v,
             kept=kept,
             least_kept=least_kept,
             recompute_s=tuple(stage_cost.blocks.recompute_s for stage_cost in self.stage_costs),

@@ -32,7 +32,7 @@ class StepEnd(ChunkParameters):
         optimizer: str,
     ) -> None:
         super().__init__(tensors, spread_over(sharded, candidate, method, tensors.cluster), candidate)
-        self.method = method
+        self.method, self.offload = method, candidate.offload
         self.precision = precision
         self.optimizer = optimizer
         self.whole: WholeUpdates = self._memoised(
@@ -109,9 +109,9 @@ class StepEnd(ChunkParameters):
     def host_numel(self, runs: list[tuple[int, int]]) -> int:
         """Return about how many elements this rank updates on the host: those of whole buckets."""
         found = 0
-        for trained, copies in self._trained(runs) if self.candidate.offload else ():
+        for trained, copies in self._trained(runs) if self.offload else ():
             buckets = self.buckets(trained)
-            found += -(-trained * math.ceil(buckets * self.candidate.offload) // (buckets * copies.shards))
+            found += -(-trained * math.ceil(buckets * self.offload) // (buckets * copies.shards))
         return found
 
     def whole_s(self, load: WholeLoad) -> float:

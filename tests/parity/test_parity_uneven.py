@@ -1,0 +1,78 @@
+"""Batches that dp and microbatches do not divide: every sample counts once, as on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autoptd
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+
+SIZES = GPTSizes(vocab=66, max_seq=8, width=24, layers=4, heads=4)
+CLOSE = 1e-9
+
+
+def model() -> NanoGPT:
+    torch.manual_seed(0)
+    return NanoGPT(SIZES).double()
+
+
+def batches(samples: int) -> list[dict[str, Tensor]]:
+    """Return two batches whose samples have unequal numbers of tokens that count."""
+    generator = torch.Generator().manual_seed(samples)
+    found = []
+    for _ in range(2):
+        tokens = torch.randint(SIZES.vocab, (samples, 9), generator=generator)
+        counted = torch.arange(8) < torch.randint(1, 9, (samples, 1), generator=generator)
+        found.append({"idx": tokens[:, :-1], "targets": tokens[:, 1:].masked_fill(~counted, -1)})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "samples", "fix"),
+    [
+        (6, 23, {"dp": 6, "tp": 1, "pp": 1}),
+        (6, 23, {"dp": 3, "tp": 1, "pp": 2, "micro": 2, "zero": 2}),
+        (4, 13, {"dp": 2, "tp": 2, "pp": 1, "micro": 4, "zero": 3}),
+        (3, 31, {"dp": 1, "tp": 1, "pp": 3, "micro": 4}),
+        (4, 15, {"dp": 2, "tp": 1, "pp": 2, "micro": 2, "schedule": "interleaved", "virtual": 2}),
+        (4, 11, {"dp": 4, "tp": 1, "pp": 1, "zero": 3, "micro": 3}),
+        (5, 7, {"dp": 5, "tp": 1}),
+    ],
+    ids=str,
+)
+def test_every_sample_counts_once(world: int, samples: int, fix: dict[str, Any]) -> None:
+    options = {"lr": 0.1, "momentum": 0.9}
+    found = autoptd.parallelize(
+        model(),
+        world=world,
+        batch=samples,
+        cluster="dgx-h100",
+        precision="fp64",
+        seq=8,
+        optimizer="sgd",
+        optimizer_options=options,
+        fix=fix,
+    )
+    plan, given = found.plan, batches(samples)
+    padded = plan.mesh.dp * plan.micro * plan.schedule.microbatches
+    assert samples < padded and any(f"as long as with {padded}" in note for note in plan.notes)
+    alone = train_alone(model(), given, optimizer="sgd", optimizer_options=options)
+    trained = train_in_lockstep(found, given)
+    assert trained.losses == pytest.approx(alone.losses, rel=CLOSE)
+    assert max(differences(trained.state, alone.state).values()) < CLOSE
+
+
+def test_the_padding_is_weighed() -> None:
+    """On 6 devices 32 samples are not spread over 2 ranks, which divide them, but over more, which do not."""
+    with torch.device("meta"):
+        wide = NanoGPT(GPTSizes(vocab=512, max_seq=512, layers=4, heads=8, width=512))
+    plan = autoptd.plan(wide, world=6, batch=32, seq=512, cluster="dgx-h100", fix={"pp": 1, "tp": 1})
+    assert plan.mesh.dp == 6 and plan.micro * plan.schedule.microbatches == 6
+    assert plan.predicted.tokens_per_s == pytest.approx(32 * 512 / plan.predicted.step_time_s)
+    free = autoptd.plan(wide, world=6, batch=32, seq=512, cluster="dgx-h100")
+    assert free.predicted.step_time_s <= plan.predicted.step_time_s * (1 + 1e-9)
