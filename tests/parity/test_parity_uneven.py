@@ -68,7 +68,7 @@ def test_every_sample_counts_once(world: int, samples: int, fix: dict[str, Any])
 
 
 def test_the_padding_is_weighed() -> None:
-    """On 6 devices 32 samples are not spread over 2 ranks, which divide them, but over more, which do not."""
+    """Six devices share 32 samples, and not two of them, which would divide them."""
     with torch.device("meta"):
         wide = NanoGPT(GPTSizes(vocab=512, max_seq=512, layers=4, heads=8, width=512))
     plan = autoptd.plan(wide, world=6, batch=32, seq=512, cluster="dgx-h100", fix={"pp": 1, "tp": 1})

@@ -95,7 +95,7 @@ def test_microbatches_of_averaged_losses_are_equal() -> None:
 
 @given(st.integers(1, 200), st.sampled_from([1, 2, 3, 6, 12]), st.integers(1, 16))
 def test_all_ranks_have_as_many_microbatches(batch: int, dp: int, most: int) -> None:
-    """As the runtime cuts a rank's share of the batch; none with more samples than its number takes."""
+    """The runtime cuts shares in the same way, and no microbatch is larger than their number asks for."""
     limits = MeshLimits(world=12, batch=batch, segments=12, tp_sizes=(1,), recomputes=("auto",), max_micro=most)
     if batch < dp:
         return

@@ -66,7 +66,7 @@ def test_it_is_weighed_against_recomputation(gpt: autoptd.TracedModel, host: dic
 
 
 def test_no_rank_offloads_more_than_it_needs(gpt: autoptd.TracedModel) -> None:
-    """With less on any one rank, that rank would not fit with the recomputation of the plan."""
+    """Any rank with less of it would not fit with the recomputation of the plan."""
     small = cluster(3.6)
     fix = {"pp": 4, "tp": 1, "schedule": "1f1b", "recompute": "none", "bucket_bytes": 4_000_000}
     task = Task(gpt.folded, small, 4, 64, gpt.sizes, "bf16", "adamw", read_constraints(fix))

@@ -73,14 +73,14 @@ class Stages:
 
     @cached_property
     def _kinds(self) -> list[tuple[int, float]]:
-        """Of each pipeline rank, its type of device and its share of the optimizer state on the host."""
+        """The type of device of each pipeline rank, and its share of the optimizer state on the host."""
         c, shares = self.candidate, self.method.offload
         shares = shares if len(shares) > 1 else (c.offload,) * c.pp
         return list(zip(c.pools or (0,) * c.pp, shares, strict=True))
 
     @cached_property
     def _pools(self) -> tuple[int, ...]:
-        """Of each pipeline rank, its index in `stage_costs`."""
+        """The index of each pipeline rank in `stage_costs`."""
         found = list(dict.fromkeys(self._kinds))
         return tuple(found.index(kind) for kind in self._kinds)
 
