@@ -261,6 +261,27 @@ def _graph(kind: str, ranks: int, microbatches: int, virtual: int) -> tuple[Sche
     return None if too_large else (ScheduleGraph(kind, ranks, microbatches, virtual), 0)
 
 
+def longest_path_s(
+    kind: str,
+    ranks: int,
+    microbatches: int,
+    virtual: int,
+    passes_s: Sequence[Sequence[float]],
+    sends_s: Sequence[float],
+) -> float:
+    """Return the seconds of the longest chain of one cut that crosses repeated rounds; 0 if the step repeats none.
+
+    `passes_s`: of forward passes, backward passes and of W in these, by stage; `sends_s`: of a message after each."""
+    period = period_of(kind, ranks)
+    short = microbatches % period + period * -(-_ROUNDS * ranks // period)
+    if ranks == 1 or short >= microbatches or (graph := _repeated(kind, ranks, short, virtual)) is None:
+        return 0.0
+    forward_s, backward_s, weight_s = (np.array(seconds) for seconds in passes_s)
+    weight_s = weight_s if graph.splits_backward else 0 * weight_s
+    seconds = np.concatenate([forward_s, backward_s - weight_s, weight_s]).tolist()
+    return graph.chains(seconds, [*sends_s, 0.0], microbatches - short)[0][0]
+
+
 @lru_cache(maxsize=4096)
 def average_path(kind: str, ranks: int, microbatches: int, virtual: int, shares: PassShares) -> PathWeights:
     """Return the average of chains that the fewest cuts escape, in whose stages passes have these shares.

@@ -102,7 +102,7 @@ def planned(traced: autoptd.TracedModel, cluster: Cluster, world: int, batch: in
 def check_form(plan: Plan, world: int, batch: int) -> None:
     mesh = plan.mesh
     assert mesh.dp * mesh.tp * mesh.pp == world and plan.not_runnable == ()
-    assert mesh.dp * plan.micro * plan.schedule.microbatches == batch
+    assert plan.schedule.microbatches == -(-batch // (mesh.dp * plan.micro))
     assert len(plan.stages) == mesh.pp * plan.schedule.virtual
     assert plan.predicted.memory_bytes <= plan.cluster.device.memory_bytes
     assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)

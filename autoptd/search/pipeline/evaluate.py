@@ -24,6 +24,7 @@ from autoptd.schedule import (
     with_communication,
 )
 from autoptd.search.constraints.options import SearchOptions
+from autoptd.search.critical_paths import longest_path_s
 from autoptd.search.loss_end import loss_end_s
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
@@ -87,9 +88,21 @@ class Staged:
 
     @property
     def least_s(self) -> float:
-        """A lower bound on the seconds of its passes."""
-        c, passes = self.candidate, ([s.forward_s for s in self.stages], [s.backward_s for s in self.stages])
-        return cut_bound_s(*passes, self.method.schedule, c.pp, c.microbatches, self.sends_s)
+        """A lower bound on the seconds of its step: of its passes, and of what follows unless passes may hide it."""
+        c, kind = self.candidate, self.method.schedule
+        forward_s, backward_s, weight_s = zip(
+            *((s.forward_s, s.backward_s, s.weight_s) for s in self.stages), strict=True
+        )
+        passes_s = max(
+            cut_bound_s(forward_s, backward_s, kind, c.pp, c.microbatches, self.sends_s),
+            longest_path_s(
+                kind, c.pp, c.microbatches, self.method.virtual, (forward_s, backward_s, weight_s), self.sends_s
+            ),
+        )
+        if "dp" in self.method.overlap:
+            return passes_s + max(end.step_s for end in self.ends)
+        all_wait_s = max(end.step_s + end.gather_s for end in self.ends)
+        return passes_s + min(end.reduce_s for end in self.ends) + all_wait_s
 
 
 def timed(chunks: ChunkCosts, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:
