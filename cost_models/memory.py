@@ -22,7 +22,6 @@ takes outside the allocator, and the driver's context.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -332,13 +331,11 @@ def most_allocated(reserved_bytes: float, fragmentation: float = FRAGMENTATION) 
     """Return the most bytes that a step may allocate of those that the caching allocator may reserve."""
     if not math.isfinite(reserved_bytes):
         return reserved_bytes
-    most = math.floor(reserved_bytes / (1 + fragmentation)) + 1
-    least = most - SEGMENT_BYTES - 2
-
-    def held(nbytes: int) -> int:
-        return nbytes + allocator_bytes(nbytes, fragmentation)
-
-    return least - 1 + bisect_right(range(least, most + 1), reserved_bytes, key=held)
+    # with k segments held beside them: as many bytes as need no more of these, and leave room for them
+    k = math.floor((fragmentation * reserved_bytes - 0.5) / (1 + fragmentation) / SEGMENT_BYTES)
+    segments = (k * SEGMENT_BYTES, (k + 1) * SEGMENT_BYTES)
+    most = max(math.floor(min((held + 0.5) / fragmentation, reserved_bytes - held)) for held in segments)
+    return most if most + allocator_bytes(most, fragmentation) <= reserved_bytes else most - 1  # rounded the other way
 
 
 def communicator_bytes(groups: Sequence[int], channels: int = CHANNELS, connections: int = CONNECTIONS) -> int:

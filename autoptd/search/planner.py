@@ -80,6 +80,10 @@ class _Entry:
     is_short: bool = False  # whether all candidates of its family lack memory
     is_variant: bool = False  # of a candidate that memory limits: with memory-saving splits, or with offload
 
+    @property
+    def is_varied(self) -> bool:
+        return self.is_variant or not self.candidate.is_plain
+
 
 class Planner:
     """The search for one task.
@@ -190,7 +194,7 @@ class Planner:
         """Return the place of a candidate in the queue: plain ones first, which soon find a plan that few others beat,
         so that most microbatches are excluded before their tensors are split."""
         e = self._entries[i]
-        return e.is_variant or not e.candidate.is_plain, priority_s, -e.step, i
+        return e.is_varied, priority_s, -e.step, i
 
     def _enqueue_variants(self, e: _Entry, queue: list[_Place]) -> None:
         """Enqueue the variants of a candidate once memory limits it. Others are no faster than the candidate itself."""
@@ -327,7 +331,7 @@ class Planner:
     def _simulate(self, e: _Entry) -> float:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         assert e.stages is not None
-        self._simulated += not e.candidate.is_plain
+        self._simulated += e.is_varied
         try:
             solutions = e.stages.solutions()
         except StagesDoNotFit:

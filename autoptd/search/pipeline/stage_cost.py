@@ -36,7 +36,7 @@ from autoptd.search.pipeline.recompute_options import (
 )
 from autoptd.search.pipeline.windows import Floats
 
-_Key = tuple[bool, tuple[int, ...]]  # whether the run starts at segment 0, and the names of its segments
+_Key = int  # of a run, by the names of its segments and by whether it starts at segment 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class StageCost:
         ignored = unlimited or self.method.memory == "ignore"
         self.limit = math.inf if ignored else device.memory_bytes * (1 - self.method.headroom)
         self.rough = False
+        self._keys: dict[tuple[int, int], _Key] = {}
+        self._known: dict[tuple[bool, tuple[int, ...]], _Key] = {}
         self._spans: dict[_Key, SegmentRange] = {}
         self._choices: dict[tuple[_Key, int], RecomputeChoice | None] = {}
         self._options: dict[tuple[_Key, int], tuple[StageOption, ...]] = {}
@@ -183,7 +185,10 @@ class StageCost:
     # ---- runs of segments and their blocks ----
 
     def _key(self, first: int, last: int) -> _Key:
-        return first == 0, self.chunks.names[first : last + 1]
+        if (first, last) not in self._keys:
+            run = first == 0, self.chunks.names[first : last + 1]
+            self._keys[first, last] = self._known.setdefault(run, len(self._known))
+        return self._keys[first, last]
 
     def span(self, first: int, last: int) -> SegmentRange:
         key = self._key(first, last)

@@ -68,8 +68,14 @@ class Stages:
         return found
 
     def stage_cost(self, stage: int) -> StageCost:
-        """Return the costs on the device type that a stage runs on."""
-        return self.stage_costs[self._pools[self.candidate.route.holder(stage)]]
+        """Return the costs on the kind of rank that a stage runs on."""
+        return self.stage_costs[self._of_stages[stage][0]]
+
+    @cached_property
+    def _of_stages(self) -> list[tuple[int, int]]:
+        """The index of each stage in `stage_costs`, and the peak number of in-flight microbatches on its rank."""
+        route = self.candidate.route
+        return [(self._pools[rank], self.held(rank).chunks) for rank in map(route.holder, range(self.count))]
 
     @cached_property
     def _kinds(self) -> list[tuple[int, float]]:
@@ -154,7 +160,7 @@ class Stages:
 
     def alive(self, stage: int) -> int:
         """Return the peak number of in-flight microbatches, summed over chunks, on the pipeline rank of a stage."""
-        return self.held(self.candidate.route.holder(stage)).chunks
+        return self._of_stages[stage][1]
 
     def held(self, rank: int) -> Alive:
         """Return the in-flight microbatches of each chunk of a pipeline rank at each candidate memory peak."""
@@ -213,7 +219,7 @@ class Stages:
             base_s=tuple(stage_cost.base_s for stage_cost in self.stage_costs),
             send_s=2 * self.chunks.messages.send_table_s(),
             alive=tuple(self.alive(k) for k in range(self.count)),
-            pools=tuple(self._pools[self.candidate.route.holder(k)] for k in range(self.count)),
+            pools=tuple(pool for pool, _ in self._of_stages),
             state=np.minimum.reduce([stage_cost.state for stage_cost in self.stage_costs]) * v,
             kept=kept,
             least_kept=least_kept,
