@@ -30,6 +30,12 @@ def faults(plan: PlanData) -> Iterator[Fault]:
     yield from _batch_faults(plan)
     yield from _stage_faults(plan)
     yield from _placement_faults(plan)
+    if len(shares := plan.method.offload) not in (0, plan.mesh.pp):
+        yield "method.offload", f"has {len(shares)} entries; one per pipeline rank is {plan.mesh.pp}"
+    if any(shares) and plan.zero == 3:
+        yield "method.offload", "is not empty, but parameters that ZeRO 3 shards stay on the device"
+    if any(shares) and plan.whole:
+        yield "method.offload", "is not empty, but the optimizer updates whole parameters, on the device"
     if len(plan.predicted.memory) != plan.mesh.pp:
         yield "predicted.memory", f"has {len(plan.predicted.memory)} entries; one per stage is {plan.mesh.pp}"
     if plan.predicted.times and len(plan.predicted.times) != len(plan.stages):
@@ -41,7 +47,9 @@ def _batch_faults(plan: PlanData) -> Iterator[Fault]:
         yield "sizes", "lacks b, the samples of a microbatch"
         return
     per_microbatch = plan.mesh.dp * plan.micro
-    needed = -(-plan.batch // per_microbatch)
+    needed, least = -(-plan.batch // per_microbatch), plan.batch // plan.mesh.dp
+    if least <= (needed - 1) * plan.micro:
+        yield "batch", f"is {plan.batch}: some of dp {plan.mesh.dp} ranks have {least} samples, and fewer microbatches"
     if plan.schedule.microbatches != needed:
         yield (
             "schedule.microbatches",

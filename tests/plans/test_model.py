@@ -144,6 +144,9 @@ def test_files_that_are_no_plans(text: str, said: str):
         (["world"], True, "world: input should be a valid integer, got True"),
         (["batch"], 17, "schedule.microbatches: is 4, but a batch of 17 in microbatches of dp 2 × 2 is 5"),
         (["batch"], 12, "microbatches of dp 2 × 2 is 3"),
+        (["batch"], 13, "batch: is 13: some of dp 2 ranks have 6 samples, and fewer microbatches"),
+        (["method", "offload"], [0.5], "method.offload: has 1 entries; one per pipeline rank is 2"),
+        (["method", "offload"], [0.5, 1.5], "method.offload[1]: input should be less than or equal to 1"),
         (["sizes"], {"s": 128}, "sizes: lacks b"),
         (["stages", 1, "first"], 4, "stages[1].first: is 4; it must be 3, one after stages[0].last"),
         (["stages", 0, "first"], 1, "stages[0].first: is 1; it must be 0, the first segment"),
@@ -211,7 +214,7 @@ def test_a_plan_made_wrong_in_python_is_refused_as_well():
 
 
 def test_the_last_microbatch_may_be_ragged():
-    assert sample_plan(batch=13).batch == 13
+    assert sample_plan(batch=15).batch == 13
     with pytest.raises(ValidationError, match="is 3"):
         sample_plan(batch=12)
 

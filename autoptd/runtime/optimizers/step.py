@@ -56,7 +56,8 @@ class OptimizerStep:
         dtypes = {name: torch.promote_types(x.dtype, torch.float32) for name, x in tensors.items()}
         self._owners = Owners(layout, c.stage, self.whole)
         self._whole = WholeTensors(self.whole, self._owners, c, pieces, dtypes)
-        self._flat = [piece for piece in pieces if piece.name not in self.whole]
+        flat = [piece for piece in pieces if piece.name not in self.whole]
+        self._flat = sorted(flat, key=lambda piece: piece.host_grad is not None)  # those on the device first
         on_host = [piece.name for piece in pieces if piece.host_grad is not None]
         if self.whole.intersection(on_host):
             raise PlanError(
