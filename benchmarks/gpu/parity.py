@@ -90,6 +90,7 @@ CHECKS = (
     Check(1, {}),
     *(Check(2, {"dp": 2, "zero": stage}) for stage in (0, 1, 2, 3)),
     Check(4, {"dp": 4, "zero": 1, "shards": 2}),
+    Check(2, {"dp": 2, "zero": 1, "offload": 1.0}),
     Check(2, {"tp": 2}),
     Check(2, {"tp": 2, "sequence_parallel": False}),
     Check(2, {"cp": 2}),

@@ -214,7 +214,7 @@ def test_a_plan_made_wrong_in_python_is_refused_as_well():
 
 
 def test_the_last_microbatch_may_be_ragged():
-    assert sample_plan(batch=15).batch == 13
+    assert sample_plan(batch=15).batch == 15
     with pytest.raises(ValidationError, match="is 3"):
         sample_plan(batch=12)
 
