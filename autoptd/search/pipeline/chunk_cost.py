@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import Memory, model_state, padded
+from autoptd.cost_models.memory import Memory, model_state
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.state_bytes import buffer_class, packed
@@ -46,7 +46,7 @@ class ChunkCosts(StepEnd):
         ranks, world = self.candidate.tp, self.tensors.world
         costs = {kind: price(cost.work, cluster, ranks, world) for kind, cost in self.sharded.costs.items()}
         other.sharded, other._passes = replace(self.sharded, costs=costs), {}
-        for worked_out in ("_kinds", "messages"):
+        for worked_out in ("_kinds", "messages", "host_spare"):
             other.__dict__.pop(worked_out, None)
         return other
 
@@ -54,7 +54,8 @@ class ChunkCosts(StepEnd):
         """Return a copy with these shares of the optimizer state on the host, by pipeline rank; one counts for all."""
         other = copy(self)
         other.method, other.offload = replace(self.method, offload=tuple(shares)), max(shares)
-        other.__dict__.pop("_kinds", None)
+        for worked_out in ("_kinds", "host_spare"):
+            other.__dict__.pop(worked_out, None)
         return other
 
     def on(self, rank: int) -> ChunkCosts:
@@ -69,6 +70,7 @@ class ChunkCosts(StepEnd):
         if (pool, share) not in self._kinds:
             found = self.under(self.cluster.pools[pool]) if self.candidate.pools else copy(self)
             found.offload = share
+            found.__dict__.pop("host_spare", None)
             self._kinds[pool, share] = found
         return self._kinds[pool, share]
 
@@ -276,13 +278,24 @@ class ChunkCosts(StepEnd):
         mine, found = [p for p in self._parameters[segment] if p[4]], Memory()
         for experts, copies in enumerate(self.copies):
             part = [p for p in mine if len(self.copies) == 1 or (p[0] in self._experts) == bool(experts)]
-            kept = 0 if self.whole.shapes or self.offload else None  # at another rank, or on the host, perhaps
             trained = sum(p[1] for p in part if not p[3])
-            on_host = padded(trained, copies.shards) // copies.shards if self.offload else 0
+            on_host = int(self.offload * trained) // copies.shards
+            kept = 0 if self.whole.shapes else None  # at another rank, perhaps
             found += self._model_state([trained], copies, pad_to=copies.shards, kept=kept, on_host=on_host)
             frozen = sum(p[1] * self._dtypes[p[0]].itemsize for p in part if p[3])
             found += Memory(parameters=frozen // (copies.shards if self.candidate.zero == 3 else 1))
         return found
+
+    @cached_property
+    def host_spare(self) -> int:
+        """Bytes of state that may be on the host beyond its share, since whole buckets are: one of each buffer."""
+        if self.offload in (0, 1):
+            return 0
+        every = [p for mine in self._parameters for p in mine if not p[3]]
+        classes = {(buffer_class(p[2]), self._dtypes[p[0]], p[0] in self._experts) for p in every}
+        largest = max((p[1] for p in every), default=0)
+        spare = len(classes) * (self.bucket + largest) // min(copies.shards for copies in self.copies)
+        return model_state([spare], precision=self.precision, optimizer=self.optimizer).optimizer
 
     def state_at_most(self, first: int, last: int) -> Memory:
         """Return an upper bound on `state` of one run: below ZeRO 2 without a layout, with the largest padding."""

@@ -151,6 +151,11 @@ class StageCost:
         """Bytes available for state and activations."""
         return self.limit - self._communication_bytes - self.device.context_bytes
 
+    @property
+    def bound_bytes(self) -> float:
+        """Bytes that bounds of all cuts may count with: `state` has the host's share of each segment by itself."""
+        return self.budget_bytes + self.chunks.host_spare
+
     def _work_bytes(self, state: Memory, upcast: int, chunks: int) -> float:
         """Return the most bytes that passes may work with, kept ones included, as `_needed` counts; -1 if none are."""
         state_bytes = (state.parameters + state.gradients + state.optimizer) * chunks

@@ -224,7 +224,7 @@ class Stages:
             kept=kept,
             least_kept=least_kept,
             recompute_s=tuple(stage_cost.blocks.recompute_s for stage_cost in self.stage_costs),
-            budget_bytes=tuple(stage_cost.budget_bytes for stage_cost in self.stage_costs),
+            budget_bytes=tuple(stage_cost.bound_bytes for stage_cost in self.stage_costs),
             temporary=first.blocks.temporary,
             whole_from=first.blocks.starts,
             waste=FRAGMENTATION_LEAST,
@@ -304,7 +304,7 @@ class Stages:
         """Return the lower bound of `search/pipeline/lp_bound.py` over all cuts; infinite if none fits."""
         c, method = self.candidate, self.method
         held = tuple(in_flight(self.held(rank)) for rank in range(c.pp))
-        budgets = tuple(self.stage_cost(rank).budget_bytes for rank in range(c.pp))
+        budgets = tuple(self.stage_cost(rank).bound_bytes for rank in range(c.pp))
         shape = method.schedule, c.microbatches, method.virtual
         pipeline = Pipeline(*shape, held, self._pools, budgets, self.least_sends_s)
         return relaxed_bound([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline)
@@ -316,7 +316,7 @@ class Stages:
         held = tuple(
             ((min(alive(rank, c.pp, c.microbatches, kind, v).least / v for kind, v in kinds),),) for rank in range(c.pp)
         )
-        budgets = tuple(self.stage_cost(rank).budget_bytes for rank in range(c.pp))
+        budgets = tuple(self.stage_cost(rank).bound_bytes for rank in range(c.pp))
         pipeline = Pipeline(None, c.microbatches, max(v for _, v in kinds), held, self._pools, budgets)
         return relaxed_bound([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline).seconds
 
