@@ -1,7 +1,9 @@
 """Variants of a candidate that take less memory and more time, which are tried once memory limits it.
 
-memory-saving   splits weigh each byte saved for backward by the time of recomputing it
-offload         more of the optimizer state is in host memory, and updated there, while the device waits
+    memory-saving   splits weigh each byte saved for backward by the time of recomputing it
+    offload         more of the optimizer state is in host memory, and updated there, while the device waits
+
+No variant is faster than a candidate that memory does not limit.
 """
 
 from __future__ import annotations

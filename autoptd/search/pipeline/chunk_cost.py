@@ -46,7 +46,7 @@ class ChunkCosts(StepEnd):
         ranks, world = self.candidate.tp, self.tensors.world
         costs = {kind: price(cost.work, cluster, ranks, world) for kind, cost in self.sharded.costs.items()}
         other.sharded, other._passes = replace(self.sharded, costs=costs), {}
-        for worked_out in ("_kinds", "messages", "host_spare"):
+        for worked_out in ("_kinds", "messages"):
             other.__dict__.pop(worked_out, None)
         return other
 
@@ -54,25 +54,19 @@ class ChunkCosts(StepEnd):
         """Return a copy with these shares of the optimizer state on the host, by pipeline rank; one counts for all."""
         other = copy(self)
         other.method, other.offload = replace(self.method, offload=tuple(shares)), max(shares)
-        for worked_out in ("_kinds", "host_spare"):
-            other.__dict__.pop(worked_out, None)
+        other.__dict__.pop("_kinds", None)
         return other
 
     def on(self, rank: int) -> ChunkCosts:
         """Return the costs on the device type of a pipeline rank, with its share of the optimizer state on the host."""
         pools, shares = self.candidate.pools, self.method.offload
-        share = shares[rank] if len(shares) > 1 else self.offload
-        return self._by_kind(pools[rank] if pools else 0, share)
-
-    def _by_kind(self, pool: int, share: float) -> ChunkCosts:
-        if not self.candidate.pools and share == self.offload:
+        kind = pools[rank] if pools else 0, shares[rank] if len(shares) > 1 else self.offload
+        if not pools and kind[1] == self.offload:
             return self
-        if (pool, share) not in self._kinds:
-            found = self.under(self.cluster.pools[pool]) if self.candidate.pools else copy(self)
-            found.offload = share
-            found.__dict__.pop("host_spare", None)
-            self._kinds[pool, share] = found
-        return self._kinds[pool, share]
+        if kind not in self._kinds:
+            self._kinds[kind] = self.under(self.cluster.pools[kind[0]]) if pools else copy(self)
+            self._kinds[kind].offload = kind[1]
+        return self._kinds[kind]
 
     @cached_property
     def _kinds(self) -> dict[tuple[int, float], ChunkCosts]:
@@ -286,16 +280,20 @@ class ChunkCosts(StepEnd):
             found += Memory(parameters=frozen // (copies.shards if self.candidate.zero == 3 else 1))
         return found
 
-    @cached_property
+    @property
     def host_spare(self) -> int:
         """Bytes of state that may be on the host beyond its share, since whole buckets are: one of each buffer."""
         if self.offload in (0, 1):
             return 0
+        buffers, largest = self._memoised(f"buffers, ep {self.candidate.ep}", self._count_buffers)
+        spare = buffers * (self.bucket + largest) // min(copies.shards for copies in self.copies)
+        return model_state([spare], precision=self.precision, optimizer=self.optimizer).optimizer
+
+    def _count_buffers(self) -> tuple[int, int]:
+        """Return the most buffers of trained parameters that a rank has, and the elements of the largest parameter."""
         every = [p for mine in self._parameters for p in mine if not p[3]]
         classes = {(buffer_class(p[2]), self._dtypes[p[0]], p[0] in self._experts) for p in every}
-        largest = max((p[1] for p in every), default=0)
-        spare = len(classes) * (self.bucket + largest) // min(copies.shards for copies in self.copies)
-        return model_state([spare], precision=self.precision, optimizer=self.optimizer).optimizer
+        return len(classes), max((p[1] for p in every), default=0)
 
     def state_at_most(self, first: int, last: int) -> Memory:
         """Return an upper bound on `state` of one run: below ZeRO 2 without a layout, with the largest padding."""
