@@ -128,9 +128,9 @@ class Planner:
         """Search. Raises PlanError for impossible constraints, DoesNotFit where nothing fits."""
         possible = self.candidates()
         self._splitter.check_heads()
-        options = self._variants.promising(possible)
+        options, left_out = self._variants.promising(possible, exact=self.task.effort is None)
         with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
-            bound_s = self._visit(options)
+            bound_s = min([self._visit(options), *map(self._bounds.floor_s, left_out)])
         if self._best is None:
             raise self._nothing_fits(len(possible))
         best, c = self._best, self._best.candidate
