@@ -284,7 +284,8 @@ class CandidateBounds:
         own = int(sum(numel / copies.shards for numel, copies in parts))
         update_s = memory_s(cluster.device, clip_bytes(own, task.precision))
         if c.offload:
-            moved = c.offload * max(0.0, own - self.memory.shared_numel / (c.tp * c.pp))
+            share = min(self.method.offload, default=c.offload)  # of the rank with least, where ranks have their own
+            moved = share * max(0.0, own - self.memory.shared_numel / (c.tp * c.pp))
             update_s += host_update_s(cluster.device, int(moved), task.precision, task.optimizer)
         else:
             nbytes = optimizer_step_bytes(own, precision=task.precision, optimizer=task.optimizer)
