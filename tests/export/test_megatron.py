@@ -194,7 +194,7 @@ TP2 = MeshSizes(dp=1, tp=2, pp=1)
         (llama_plan(mesh=TP2, method=ExecutionOptions(gradients="both")), "bf16 and a float32 buffer"),
         (llama_plan(mesh=TP2, method=ExecutionOptions(kernels="compiled")), "compiled kernels"),
         (llama_plan(mesh=TP2, method=ExecutionOptions(overlap=("tp",))), "tensor-parallel all-reduces overlap compute"),
-        (llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1), batch=7), "the batch is 7"),
+        (llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1), micro=2, batch=15), "the batch is 15"),
         (llama_plan(mesh=TP2, optimizer="custom"), "--optimizer is left to you"),
         (llama_plan(mesh=TP2, recompute=(1, 2), method=ExecutionOptions(recompute="ops")), "recomputed by kind"),
         (llama_plan(mesh=TP2, recompute=(1,), method=ExecutionOptions(recompute="selective")), "3 layers are not"),

@@ -265,7 +265,7 @@ def test_stages_that_hand_on_two_tensors_are_refused():
     ("changes", "said"),
     [
         ({"zero": 2, "cuts": (5,), "mesh": MeshSizes(dp=2, tp=1, pp=2)}, "after the last microbatch"),
-        ({"mesh": MeshSizes(dp=2, tp=1, pp=1), "batch": 7}, "the batch is 7"),
+        ({"mesh": MeshSizes(dp=2, tp=1, pp=1), "micro": 2, "batch": 15}, "the batch is 15"),
         ({"mesh": TP2, "method": ExecutionOptions(kernels="compiled")}, "compiled kernels"),
         ({"mesh": TP2, "method": ExecutionOptions(gathers="again")}, "not re-gathered"),
         (
