@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError
 from autoptd.models.load import load_model
 from autoptd.progress import Silent
+from autoptd.search.candidate_queue import OTHER, CandidateQueue, QueueEntry
 from autoptd.search.constraints.options import DIMENSIONS, read_constraints
 from autoptd.search.planner import Planner
 from autoptd.search.sharding.cache import ShardingCache
@@ -33,7 +35,15 @@ def _unrefined(planner: Any, entry: Any) -> float:
     return float("inf") if complete else float(entry.bound_s)
 
 
-# Name -> methods of `Planner` and their replacements.
+_add = CandidateQueue.add
+
+
+def _add_to_others(queue: CandidateQueue, entry: QueueEntry) -> None:
+    entry.turn = OTHER
+    _add(queue, entry)
+
+
+# Name -> methods of `Planner` or `CandidateQueue`, and their replacements.
 SWITCHES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "all on": {},
     "no bound by work": {"_bound_by_work": lambda planner, entry: entry.bound_s},
@@ -42,22 +52,20 @@ SWITCHES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "no bound of measured cuts": {"_bound_measured": lambda planner, entry: entry.bound_s},
     "no refinement": {"_refine": _unrefined},
     "no memory-saving splits": {"space": Planner.candidates},
-    "plain meshes not first": {"_place": lambda planner, i, s: (True, s, -planner._entries[i].step, i)},
+    "plain meshes not first": {"add": _add_to_others},
+    "near the best not first": {"_move_near": lambda queue, best: None},
     "no bound of families": {"_bound_family": lambda planner, entry: entry.bound_s},
 }
 
 
 @contextmanager
 def switched(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace methods of `Planner` within."""
-    originals = {name: getattr(Planner, name) for name in replacements}
-    for name, method in replacements.items():
-        setattr(Planner, name, method)
-    try:
+    """Replace methods within."""
+    with ExitStack() as stack:
+        for name, method in replacements.items():
+            owner = Planner if hasattr(Planner, name) else CandidateQueue
+            stack.enter_context(patch.object(owner, name, method))
         yield
-    finally:
-        for name, method in originals.items():
-            setattr(Planner, name, method)
 
 
 def rows(model: autoptd.TracedModel, task: Task) -> Iterator[str]:

@@ -87,6 +87,13 @@ class Candidate(NamedTuple):
         return self.zero <= 1 and options == (1, "1f1b", 1, 0, False)
 
     @property
+    def choices(self) -> tuple[object, ...]:
+        """Its mesh, experts' ranks, schedule, sharded state, offload, splits, recomputation and devices."""
+        mesh = self.dp, self.tp, self.pp, self.cp, self.micro
+        run, state = (self.schedule, self.virtual), (self.zero, self.shards)
+        return mesh, (self.ep, self.etp), run, state, self.offload, self.memory_saving, self.recompute, self.pools
+
+    @property
     def family(self) -> tuple[object, ...]:
         """All but its schedule and the sharding of its state."""
         splits = self.tp, self.cp, self.ep, self.etp, self.micro, self.memory_saving, self.recompute

@@ -10,21 +10,20 @@
               ──► cut into stages, and simulated by the action lists that will run unless a bound excludes it
               ──► refined: all other cuts whose bound is below the best, where they are few
 
-Candidates wait in one queue, ordered by the best lower bound known of each, and plain meshes before all others. The
-first one takes its next step and goes back into the queue. When the first bound is not below the best simulated time,
-the search is over; unless it is exact, also once `_VARIED` of the others were simulated. The gap is measured from the
-least bound of the candidates that were not examined in full.
+Candidates wait in one queue (`candidate_queue.py`). The first one takes its next step and goes back into the queue,
+unless its bound is not below the best simulated time. Once its turn ended early it takes the first `_CHEAP` steps only.
+The gap is measured from the least bound of the candidates that were not examined in full.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from autoptd.errors import AutoptdError
 from autoptd.progress import Progress
+from autoptd.search.candidate_queue import NEVER, CandidateQueue, QueueEntry
 from autoptd.search.constraints.named import read_named
 from autoptd.search.infeasible import nothing_fits
 from autoptd.search.memory_filter import MemoryFilter
@@ -44,11 +43,9 @@ from autoptd.search.variants import SHARES, Variants
 
 _CUT = 3  # steps before the bounds that read memory, which take longer
 _SIMULATED = _CUT + 3  # steps before the simulation
-_VARIED = 64  # candidates beyond plain meshes that are cut and simulated, unless the search is exact
+_CHEAP = _CUT  # steps that are taken all the same once a turn ended early
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
 _COST_MEMORY = {"cuts", "headroom", "max_tp", "splits", "whole"}  # constraints, beside meshes, that may cost memory
-_NEVER = float("inf")
-_Place = tuple[bool, float, int, int]  # in the queue: whether it is not plain, its bound, -step, and index
 
 
 @dataclass(frozen=True)
@@ -62,27 +59,6 @@ class Answer:
     gap: float  # no candidate takes less than (1 - gap) times the best
     question: ShardingQuery  # answered by `tensors`
     known: ShardingCache
-
-
-@dataclass
-class _Entry:
-    """A candidate in the queue: a lower bound of all its cuts, and the steps taken so far."""
-
-    candidate: Candidate
-    bound_s: float
-    passes_s: float = 0.0  # lower bound on the seconds of all cuts without the step's end
-    is_full: bool = False  # whether memory raises its bound, or its stages recompute
-    stages: Stages | None = None
-    step: int = 0  # into `Planner._steps`
-    split_s: float = _NEVER  # the bound by its split tensors, before memory counts
-    is_weighed: bool = False  # whether the model's work on one rank bounds it already
-    closed: bool = False  # whether all its cuts were examined
-    is_short: bool = False  # whether all candidates of its family lack memory
-    is_variant: bool = False  # of a candidate that memory limits: with memory-saving splits, or with offload
-
-    @property
-    def is_varied(self) -> bool:
-        return self.is_variant or not self.candidate.is_plain
 
 
 class Planner:
@@ -100,7 +76,7 @@ class Planner:
         self._memory = MemoryFilter(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
         self._splitter = Splitter(task, self.known, named, self._method)
         self._bounds = CandidateBounds(task, self.known, self._method, self._memory)
-        self._steps: tuple[Callable[[_Entry], float], ...] = (
+        self._steps: tuple[Callable[[QueueEntry], float], ...] = (
             self._bound_by_work,
             self._split,
             self._bound_family,
@@ -110,27 +86,26 @@ class Planner:
             self._simulate,
             self._refine,
         )
-        self._entries: list[_Entry] = []
-        self._sharded_state: dict[Candidate, _Entry] = {}  # the entries with ZeRO 1 over all ranks
+        self._queue = CandidateQueue()
+        self._sharded_state: dict[Candidate, QueueEntry] = {}  # the entries with ZeRO 1 over all ranks
         self._families: dict[Hashable, list[Candidate]] = {}
-        self._alike: dict[Hashable, dict[int, list[_Entry]]] = {}  # those with equal splits, by their microbatch
+        self._alike: dict[Hashable, dict[int, list[QueueEntry]]] = {}  # those with equal splits, by their microbatch
         self._family_s: dict[Hashable, float] = {}  # lower bounds on the passes of a family's candidates
         self._whole: dict[Hashable, Sharded | AutoptdError] = {}  # the model's work on one rank
         self._best: Staged | None = None
         self._variants = Variants(task, self._memory)
-        self._varied: set[Candidate] = set()  # variants that are entries
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
-        self._too_large: list[_Entry] = []  # those that do not fit
+        self._too_large: list[QueueEntry] = []  # those that do not fit
         self._effort = Effort(task.effort)
-        self._visited = self._simulated = 0
+        self._visited = 0
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for impossible constraints, DoesNotFit where nothing fits."""
         possible = self.candidates()
         self._splitter.check_heads()
-        options, left_out = self._variants.promising(possible, exact=self.task.effort is None)
+        options = self._variants.promising(possible)
         with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
-            bound_s = min([self._visit(options), *map(self._bounds.floor_s, left_out)])
+            bound_s = self._visit(options)
         if self._best is None:
             raise self._nothing_fits(len(possible))
         best, c = self._best, self._best.candidate
@@ -158,55 +133,42 @@ class Planner:
 
     def _visit(self, options: Sequence[Candidate]) -> float:
         """Find the best plan; return a lower bound of all candidates."""
-        started = time.monotonic()
-        self._entries = entries = [_Entry(c, self._bounds.floor_s(c)) for c in options]
-        self._sharded_state = {e.candidate: e for e in entries if e.candidate.zero == 1 and not e.candidate.shards}
-        for e in entries:
-            self._families.setdefault(e.candidate.family, []).append(e.candidate)
-            self._alike.setdefault(self._splitter.alike(e.candidate), {}).setdefault(e.candidate.micro, []).append(e)
-        queue = [self._place(i, e.bound_s) for i, e in enumerate(entries)]
-        heapq.heapify(queue)
-        while queue:
-            varied, priority_s, _, i = heapq.heappop(queue)
+        started, queue = time.monotonic(), self._queue
+        for c in options:
+            queue.add(entry := QueueEntry(c, self._bounds.floor_s(c)))
+            if c.zero == 1 and not c.shards:
+                self._sharded_state[c] = entry
+            self._families.setdefault(c.family, []).append(c)
+            self._alike.setdefault(self._splitter.alike(c), {}).setdefault(c.micro, []).append(entry)
+        while (e := queue.pop()) is not None:
             late = time.monotonic() - started > self.task.time_limit_s
-            tired = self.task.effort is not None and self._simulated >= _VARIED
-            if self._best is not None and (late or (varied and tired)):
+            if self._best is not None and late:
                 break
-            if priority_s >= self._best_s:
-                if varied:
-                    break
-                continue  # the others have a turn of their own
-            e = entries[i]
+            ended = self.task.effort is not None and queue.has_ended(e)
+            if e.bound_s >= self._best_s or (ended and e.step >= _CHEAP):
+                continue
             priority_s = self._advance(e)
-            while self._best is None and _CUT <= e.step <= _SIMULATED and priority_s < _NEVER:
+            while self._best is None and _CUT <= e.step <= _SIMULATED and priority_s < NEVER:
                 priority_s = self._advance(e)  # a first plan, to compare the others with
-            self._enqueue_variants(e, queue)
+            self._enqueue_variants(e)
             if e.step < len(self._steps):
-                heapq.heappush(queue, self._place(i, priority_s))
+                queue.put(e, priority_s)
             else:
-                e.closed = priority_s == _NEVER
-        for e in entries:
+                e.closed = priority_s == NEVER
+        for e in queue.entries:
             if (lighter := self._lighter(e.candidate)) and self._is_dominated(e):  # no faster than that one
                 e.bound_s, e.closed = max(e.bound_s, lighter.bound_s), e.closed or lighter.closed
-        return min([self._best_s, *(e.bound_s for e in entries if not e.closed)])
+        return min([self._best_s, *(e.bound_s for e in queue.entries if not e.closed)])
 
-    def _place(self, i: int, priority_s: float) -> _Place:
-        """Return the place of a candidate in the queue: plain ones first, which soon find a plan that few others beat,
-        so that most microbatches are excluded before their tensors are split."""
-        e = self._entries[i]
-        return e.is_varied, priority_s, -e.step, i
-
-    def _enqueue_variants(self, e: _Entry, queue: list[_Place]) -> None:
+    def _enqueue_variants(self, e: QueueEntry) -> None:
         """Enqueue the variants of a candidate once memory limits it. Others are no faster than the candidate itself."""
         every = self.task.effort is None and e.step >= _CUT - 1
         for c in self._variants.of(e.candidate) if every or e.is_full or e.is_short else ():
-            if c not in self._varied and (c.offload or every or e.is_full):
-                self._varied.add(c)
+            if c not in self._queue and (c.offload or every or e.is_full):
                 floor_s = max(self._bounds.floor_s(c), e.split_s if c.memory_saving else 0.0)
-                self._entries.append(_Entry(c, floor_s, is_variant=True))
-                heapq.heappush(queue, self._place(len(self._entries) - 1, floor_s))
+                self._queue.add(QueueEntry(c, floor_s, is_variant=e.is_varied or e.bound_s < NEVER, turn=e.turn))
 
-    def _advance(self, e: _Entry) -> float:
+    def _advance(self, e: QueueEntry) -> float:
         """Take a candidate's next step; return its new place in the queue."""
         e.step += 1
         now_s = self._steps[e.step - 1](e)
@@ -214,14 +176,14 @@ class Planner:
 
     @property
     def _best_s(self) -> float:
-        return _NEVER if self._best is None else self._best.seconds
+        return NEVER if self._best is None else self._best.seconds
 
     # ---- steps: each returns a lower bound of the cuts that are left ----
 
-    def _bound_by_work(self, e: _Entry) -> float:
+    def _bound_by_work(self, e: QueueEntry) -> float:
         """Bound by the model's work on one rank, divided by the ranks: cheap, before tensors are split."""
         c = e.candidate
-        if c.tp > 1 and not c.pools and len(self._entries) > 1 and not e.is_weighed:
+        if c.tp > 1 and not c.pools and len(self._queue.entries) > 1 and not e.is_weighed:
             e.is_weighed = True
             if (key := (c.micro, c.cp, c.ep, c.etp)) not in self._whole:
                 self._whole[key] = self._solved(c._replace(tp=1, memory_saving=False))
@@ -230,12 +192,12 @@ class Planner:
                 e.bound_s = max(e.bound_s, self._bounds.shared_out_s(c, whole))
         return e.bound_s
 
-    def _split(self, e: _Entry) -> float:
+    def _split(self, e: QueueEntry) -> float:
         """Split its tensors, and bound all cuts by what the splits cost."""
         solved = self._solved(e.candidate)
         if isinstance(solved, AutoptdError) or (e.candidate.memory_saving and self._is_fast(e.candidate, solved)):
-            e.bound_s = _NEVER
-            return _NEVER
+            e.bound_s = NEVER
+            return NEVER
         e.split_s = e.bound_s = max(e.bound_s, self._bounds.bound_s(e.candidate, solved))
         return e.bound_s
 
@@ -244,14 +206,14 @@ class Planner:
         fast = self._solved(c._replace(memory_saving=False))
         return isinstance(fast, Sharded) and fast.sharding == memory_saving.sharding
 
-    def _lighter(self, c: Candidate) -> _Entry | None:
+    def _lighter(self, c: Candidate) -> QueueEntry | None:
         """Return the same candidate with its state sharded over all ranks, whose passes take no longer, in less
         memory; None if that is itself, or none of the candidates."""
         if c.zero > 1 or not (c.zero == 0 or c.shards):
             return None
         return self._sharded_state.get(c._replace(zero=1, shards=0))
 
-    def _is_dominated(self, e: _Entry) -> bool:
+    def _is_dominated(self, e: QueueEntry) -> bool:
         """Return whether the lighter candidate is known to end its steps no later either, by even shares."""
         c = e.candidate  # passes may hide a part of the end, and devices may differ
         unknown = self.task.effort is None or c.pools or "dp" in self._method.overlap
@@ -259,7 +221,7 @@ class Planner:
             return False
         return self._bounds.end_s(lighter.candidate) <= self._bounds.end_s(c)
 
-    def _bound_family(self, e: _Entry) -> float:
+    def _bound_family(self, e: QueueEntry) -> float:
         """Bound by the relaxation with the least memory that any schedule and sharding of its mesh takes."""
         c = e.candidate
         if c.pp == 1 or self._method.stages == "even" or self._method.starts:
@@ -276,33 +238,32 @@ class Planner:
         e.is_short = self._bounds.with_end_s(c, e.passes_s) > e.bound_s
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
 
-    def _bound_contiguous(self, e: _Entry) -> float:
+    def _bound_contiguous(self, e: QueueEntry) -> float:
         """Bound all cuts that respect segments, by the least seconds of each run of them."""
         e.stages = self._stages(e.candidate)
         return self._bound_cuts(e, e.stages, measured=False)
 
-    def _bound_relaxed(self, e: _Entry) -> float:
+    def _bound_relaxed(self, e: QueueEntry) -> float:
         """Bound all cuts by the linear relaxation, first without critical paths, which take longer."""
         c, stages = e.candidate, e.stages
         assert stages is not None
-        if stages.fixed or c.pp == 1 or self._bound_by_lighter(e):
+        if stages.fixed or self._bound_by_lighter(e):
             return e.bound_s
         e.passes_s = max(e.passes_s, stages.memory_bound_s({(c.schedule, c.virtual)}))
         if self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s)) >= self._best_s:
             e.is_full = True  # memory may be what raises it
             return e.bound_s
-        passes_s, is_full, _ = stages.relaxed_bound
-        e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full
-        microbatch_s = self._bounds.microbatch_s(c, stages.sharded) + 2 * sum(stages.least_sends_s)
-        return self._raise_bound(e, self._bounds.with_end_s(c, passes_s, microbatch_s))
+        e.reduced_s, is_full, _ = stages.relaxed_bound
+        e.is_full = e.is_full or is_full
+        return self._raise_bound(e, self._bounds.with_end_s(c, e.reduced_s))
 
-    def _bound_measured(self, e: _Entry) -> float:
+    def _bound_measured(self, e: QueueEntry) -> float:
         """Bound all cuts by the seconds of each run with the recomputation that fits."""
         self._visited += 1
         assert e.stages is not None
         return self._bound_cuts(e, e.stages, measured=True)
 
-    def _bound_cuts(self, e: _Entry, stages: Stages, *, measured: bool) -> float:
+    def _bound_cuts(self, e: QueueEntry, stages: Stages, *, measured: bool) -> float:
         c = e.candidate
         if stages.fixed or c.pp == 1 or self._bound_by_lighter(e):
             return e.bound_s
@@ -310,42 +271,44 @@ class Planner:
         e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
 
-    def _bound_by_lighter(self, e: _Entry) -> bool:
+    def _bound_by_lighter(self, e: QueueEntry) -> bool:
         """Return whether its lighter candidate raised its bound: it takes this step when its turn comes again."""
         c, lighter = e.candidate, self._lighter(e.candidate)
         if lighter is None:
             return False
         before_s, e.is_full = e.bound_s, e.is_full or lighter.is_full
-        if self._raise_bound(e, self._bounds.with_end_s(c, lighter.passes_s)) == before_s:
+        known_s = max(lighter.passes_s, lighter.reduced_s * self._bounds.reduces_no_faster(c, lighter.candidate))
+        if self._raise_bound(e, self._bounds.with_end_s(c, known_s)) == before_s:
             return False
         e.step -= 1
         return True
 
-    def _raise_bound(self, e: _Entry, seconds: float) -> float:
+    def _raise_bound(self, e: QueueEntry, seconds: float) -> float:
         e.bound_s = max(e.bound_s, seconds)
-        if e.bound_s == _NEVER:
+        if e.bound_s == NEVER:
             e.is_full = True
             self._too_large.append(e)
         return e.bound_s
 
-    def _simulate(self, e: _Entry) -> float:
+    def _simulate(self, e: QueueEntry) -> float:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         assert e.stages is not None
-        self._simulated += e.is_varied
+        self._queue.count(e)
         try:
             solutions = e.stages.solutions()
         except StagesDoNotFit:
             e.is_full = True
-            return self._raise_bound(e, _NEVER)
+            return self._raise_bound(e, NEVER)
         for staged in solutions:
             e.is_full = e.is_full or any(staged.solution.policies)
             if staged.least_s < self._best_s:
                 found = simulated(staged)
                 if found.seconds < self._best_s:
                     self._best = found
+                    self._queue.prefer(found.candidate)
         return e.bound_s
 
-    def _refine(self, e: _Entry) -> float:
+    def _refine(self, e: QueueEntry) -> float:
         """Simulate its other cuts that may be better; infinite where none is left."""
         assert e.stages is not None
         complete = e.stages.fixed or e.candidate.pp == 1
@@ -354,7 +317,7 @@ class Planner:
             if found is not None:
                 self._best = found
         rough = any(stage_cost.rough for stage_cost in e.stages.stage_costs)
-        return _NEVER if complete and not rough else e.bound_s
+        return NEVER if complete and not rough else e.bound_s
 
     # ---- candidates, their splits and stages ----
 

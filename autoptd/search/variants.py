@@ -43,15 +43,13 @@ class Variants:
             found += self.of(c)
         return found
 
-    def promising(self, candidates: Sequence[Candidate], exact: bool) -> tuple[list[Candidate], list[Candidate]]:
-        """Return the candidates whose state may fit, and of plain ones, or of all if `exact`, those that fit with
-        offload; then the others that fit with offload, which are not searched."""
+    def promising(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates whose state may fit, and those with offload whose state may fit only so."""
         if self._ignored:
-            return list(candidates), []
+            return list(candidates)
         found = self.memory.promising(candidates)
         if not self._offloads:
-            return found, []
+            return found
         known = set(found)
         more = [c._replace(offload=SHARES[0]) for c in candidates if c.zero < 3 and c not in known]
-        more = self.memory.fitting(more)
-        return [*found, *(c for c in more if exact or c.is_plain)], [c for c in more if not exact and not c.is_plain]
+        return [*found, *self.memory.fitting(more)]

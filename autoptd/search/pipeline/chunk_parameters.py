@@ -99,6 +99,12 @@ class ChunkParameters:
         twice = sum(count for before, i, count in tied if first <= before and i <= last)
         return totals[last + 1] - totals[first] - twice
 
+    def numel_read_first(self, segment: int, experts: bool | None) -> int:
+        """Return local trained elements of a segment that none before it reads, of experts as in `numel`."""
+        what = f"elements read first, {experts}, ep {self.candidate.ep}"
+        totals, _ = self._memoised(what, lambda: self._count_elements(None, experts, alone=True))
+        return totals[segment + 1] - totals[segment]
+
     def _count_elements(
         self, placement: Placement | None, experts: bool | None, alone: bool
     ) -> tuple[list[int], list[tuple[int, int, int]]]:

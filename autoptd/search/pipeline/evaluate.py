@@ -20,6 +20,7 @@ from autoptd.schedule import (
     prove,
     prove_memory,
     route_of,
+    row_of,
     step_lists,
     with_communication,
 )
@@ -102,7 +103,8 @@ class Staged:
         if "dp" in self.method.overlap:
             return passes_s + max(end.step_s for end in self.ends)
         all_wait_s = max(end.step_s + end.gather_s for end in self.ends)
-        return passes_s + min(end.reduce_s for end in self.ends) + all_wait_s
+        last = self.ends if row_of(kind).splits_backward else self.ends[:1]  # the first rank's backward pass ends last
+        return passes_s + min(end.reduce_s for end in last) + all_wait_s
 
 
 def timed(chunks: ChunkCosts, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:

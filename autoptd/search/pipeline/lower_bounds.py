@@ -55,6 +55,7 @@ from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.sharding.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.sharding.kind_cost import floor_s
 from autoptd.search.sharding.tensors import Sharded
+from autoptd.search.step_end.costs import full_bucket_s
 from autoptd.search.task import Task
 
 
@@ -217,14 +218,13 @@ class CandidateBounds:
         if not overlapped and c.zero < 2 and not dispatched:  # experts' rows are sent equally in both passes
             ring = 1 / 3 if c.cp > 1 else 0.0  # ring attention sends once in forward, twice in backward
             share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
-        seconds += self._sharding_s(c)
-        passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
-        return self.with_end_s(c, passes, sharded.seconds + sent_s)
+        return self._even_s(c, seconds + self._sharding_s(c), share)
 
-    def microbatch_s(self, c: Candidate, sharded: Sharded) -> float:
-        """Return the seconds of a microbatch through all stages, without messages and sharding."""
-        spread, sent_s = self._with_experts(c, sharded)
-        return spread.seconds + sent_s
+    def _even_s(self, c: Candidate, seconds: float, share: float) -> float:
+        """Return a lower bound over all cuts of a model that takes `seconds` per microbatch, with the step's end: some
+        rank's own passes and reduction take at least the average. `share` as in `even_bound_s`."""
+        passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, share)
+        return self.with_end_s(c, max(passes, c.microbatches * seconds / c.pp + self._end_s(c)[0]))
 
     def _with_experts(self, c: Candidate, sharded: Sharded) -> tuple[Sharded, float]:
         """Return the work of the fullest rank, and seconds per microbatch of experts' rows to others and back."""
@@ -252,20 +252,18 @@ class CandidateBounds:
         self._sharding[key] = seconds
         return seconds
 
-    def with_end_s(self, c: Candidate, passes_s: float, microbatch_s: float | None = None) -> float:
-        """Return the bound `passes_s` extended by the end of the step.
+    def with_end_s(self, c: Candidate, passes_s: float) -> float:
+        """Return the bound `passes_s`, of passes and reductions, extended by the rest of the step: all ranks wait for
+        one another before they update their parameters."""
+        return passes_s if c.pools else passes_s + self._end_s(c)[1]
 
-        A rank may reduce its gradients while earlier ranks run their last microbatch, which takes `microbatch_s` at
-        most: both passes over all stages, even with recomputation in backward, with messages if `passes_s` has them.
-        All ranks wait for one another before they update their parameters. Without `microbatch_s` the reduction is left
-        out, for bounds that include what counts of it.
-        """
-        if c.pools:
-            return passes_s
-        reduce_s, update_s = self._end_s(c)
-        if microbatch_s is None:
-            return passes_s + update_s
-        return max(passes_s, passes_s - (microbatch_s + self._sharding_s(c)) * (c.pp > 1) + reduce_s) + update_s
+    def reduces_no_faster(self, c: Candidate, other: Candidate) -> bool:
+        """Return whether no reduction of gradients takes less time than that of the other candidate of this mesh."""
+        mine, others = (
+            [full_bucket_s(each, n, self.method, self.task.precision, self.task.cluster) for n in each.copies]
+            for each in (c, other)
+        )
+        return all(a >= b for a, b in zip(mine, others, strict=True))
 
     def end_s(self, c: Candidate) -> float:
         """Return seconds of the step's end for an even share of the parameters on a rank, on the first device type."""
@@ -307,7 +305,4 @@ class CandidateBounds:
             device = self.task.cluster.device
             whole = spread_over(whole, c, self.method, self.task.cluster)
             self._floors[key] = sum(times * floor_s(kind.work, device, c.tp) for times, kind in whole.every_kind)
-        seconds = self._floors[key]
-        seconds += self._sharding_s(c)
-        passes = even_bound_s(seconds, c.schedule, c.pp, c.microbatches, c.virtual, 0.5)
-        return self.with_end_s(c, passes, seconds)
+        return self._even_s(c, self._floors[key] + self._sharding_s(c), 0.5)

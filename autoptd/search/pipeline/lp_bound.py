@@ -7,8 +7,9 @@ different numbers of microbatches in flight.
 
     minimise C
 
-    (1)  C >= microbatches sum (y, z)[k] (forward + backward + recompute), over the stages k of a rank
-    (2)  C >= the average of chains of `search/critical_paths.py`, linear in the same seconds and in those of messages
+    (1)  C >= sum (y, z)[k] (microbatches (forward + backward + recompute) + reduction), over the stages k of a rank
+    (2)  C >= the average of chains of `search/critical_paths.py`, linear in the same seconds and in those of messages,
+         plus the reductions of the first rank, whose backward pass of the first stage ends all chains
     (3)  sum z[k] <= 2 (segments of the longest block - 1)
     (4)  sum (y, z)[k] (state + alive[k] kept) <= budget of the rank, at each candidate memory peak
     (5)  sum_{k,w} y[k, g, w] + sum_{k,w} z[k, g, i, w] = number of g, for each segment i
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autoptd.schedule import Alive, route_of
+from autoptd.schedule import Alive, route_of, row_of
 from autoptd.search.critical_paths import PassShares, PathWeights, average_path
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s
 from autoptd.search.solver import IntegerProgram, minimise
@@ -37,11 +38,13 @@ _FULL = 1e-6  # distance from a limit at which it counts as reached
 class BlockOptions:
     """Seconds of a microbatch, bytes of state, and recompute `options`: (seconds, bytes saved for backward).
 
-    `weight_s`: the part of `backward_s` that a schedule may split off."""
+    `weight_s`: the part of `backward_s` that a schedule may split off; `reduce_s`: of gradients after the last
+    microbatch."""
 
     forward_s: float
     backward_s: float
     weight_s: float
+    reduce_s: float
     state: float
     options: tuple[tuple[float, float], ...]
 
@@ -88,15 +91,17 @@ class LeastBound(NamedTuple):
 
 
 def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> LeastBound:
-    """Return a lower bound on the seconds of all microbatches; infinite if not even fractions fit.
+    """Return a lower bound on the seconds of all microbatches and, for a given schedule, of the reduction that ends
+    last; infinite if not even fractions fit.
 
     `by_pool`: the blocks with their costs on each device type."""
     program, blocks, sends = IntegerProgram(), by_pool[0], pipeline.sends_s
-    edges_s, route, path = 0.0, None, None
+    edges_s, route, path, last = 0.0, None, None, list[int]()
     if pipeline.schedule is not None:
         kind = pipeline.schedule, len(pipeline.pools)
         edges_s = busiest_edge_s(sends, *kind, pipeline.microbatches)
         route, path = route_of(*kind, pipeline.virtual), _path(blocks, pipeline.schedule, pipeline)
+        last = [] if row_of(pipeline.schedule).splits_backward else list(route.stages_of(0))
     least = program.variable(upper=math.inf)
     shares: list[list[list[int]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
     longest = max(len(b.segments) for b in blocks)
@@ -126,9 +131,12 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
                             recomputed.append(some)
                         passes = part.forward_s, part.backward_s + recompute_s, part.weight_s
                         own_s[some] = part.forward_s + part.backward_s
-                        busy[some] = pipeline.microbatches / len(group) * (passes[0] + passes[1])
+                        reduce_s = part.reduce_s if path is not None else 0.0
+                        busy[some] = (pipeline.microbatches * (passes[0] + passes[1]) + reduce_s) / len(group)
                         if path is not None:
-                            chain[some] = float(path.seconds(*passes)[stages].min())
+                            seconds = path.seconds(*passes)
+                            seconds[last] += reduce_s
+                            chain[some] = float(seconds[stages].min())
                         for row, peak in zip(held, peaks, strict=True):
                             row[some] = (part.state + peak[chunk] * kept) / max(1.0, budget_bytes)
         program.demand(1, {least: 1.0, **{some: -seconds for some, seconds in busy.items()}}, 0.0)

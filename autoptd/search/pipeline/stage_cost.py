@@ -216,6 +216,12 @@ class StageCost:
         return [known[name] for name in self.chunks.names]
 
     @cached_property
+    def _reductions_s(self) -> list[float]:
+        """Least seconds of reducing the gradients of each segment."""
+        known = {name: self.chunks.least_reduce_s(i) for name, i in self._firsts.items()}
+        return [known[name] for name in self.chunks.names]
+
+    @cached_property
     def _firsts(self) -> dict[int, int]:
         """Name of a segment -> the first segment with that name."""
         return {name: i for i, name in reversed(list(enumerate(self.chunks.names)))}
@@ -276,6 +282,7 @@ class StageCost:
             sum(part.forward_s for part in singles),
             sum(part.backward_s for part in singles),
             sum(part.weight_s for part in singles),
+            sum(self._reductions_s[i] for i in run),
             float(sum(self.state[i] for i in run)),
             chosen[:1] if self.limit == math.inf else chosen,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
@@ -17,6 +18,16 @@ from autoptd.search.pipeline.chunk_parameters import ChunkParameters
 from autoptd.search.sharding.dispatch_cost import spread_over
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.step_end.whole_updates import WholeLoad, WholeUpdates, whole_updates
+
+
+def full_bucket_s(c: Candidate, copies: Copies, method: SearchOptions, precision: str, cluster: Cluster) -> float:
+    """Return seconds per element of reducing a full bucket at the end of a step, which smaller ones take too; 0 if
+    passes may hide them."""
+    if c.zero >= 2 or copies.ranks == 1 or "dp" in method.overlap:
+        return 0.0
+    width = (COMPUTE_BYTES if method.gradients == "compute" else MAIN_BYTES)[precision]
+    numel = elements_of(method.bucket_bytes, width, c.dp * c.cp)
+    return sum_in_shards_s(numel * width, cluster, copies.ranks, copies.shards, copies.stride, c.world) / numel
 
 
 class StepEnd(ChunkParameters):
@@ -76,6 +87,19 @@ class StepEnd(ChunkParameters):
                 buckets = self.buckets(trained)
                 found += buckets * self._sum_s(trained * self.gradient / buckets, copies)
         return found + self._tied_s(runs, cut)
+
+    def least_reduce_s(self, segment: int) -> float:
+        """Return a lower bound on what a segment adds to `reduce_s` of its rank."""
+        return sum(
+            rate * self.numel_read_first(segment, None if len(self.copies) == 1 else bool(experts))
+            for experts, rate in enumerate(self._full_buckets_s)
+            if rate
+        )
+
+    @cached_property
+    def _full_buckets_s(self) -> list[float]:
+        """Seconds per element of reducing full buckets, for each of `copies`."""
+        return [full_bucket_s(self.candidate, c, self.method, self.precision, self.cluster) for c in self.copies]
 
     def buckets(self, trained: int) -> int:
         """Return the number of buckets of `trained` elements, which are reduced and gathered one after another."""
