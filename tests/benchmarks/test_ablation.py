@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from autoptd.search.candidate_queue import CandidateQueue
 from autoptd.search.planner import Planner
 from benchmarks.ablation import SWITCHES, main, switched
 
 
-def test_switches_replace_methods_of_the_planner() -> None:
+def test_switches_replace_methods() -> None:
     for replacements in SWITCHES.values():
-        before = {name: getattr(Planner, name) for name in replacements}
+        before = {name: method_of(name) for name in replacements}
         with switched(replacements):
-            assert all(getattr(Planner, name) is method for name, method in replacements.items())
-        assert before == {name: getattr(Planner, name) for name in replacements}
+            assert all(method_of(name) is method for name, method in replacements.items())
+        assert before == {name: method_of(name) for name in replacements}
+
+
+def method_of(name: str) -> object:
+    return getattr(Planner if hasattr(Planner, name) else CandidateQueue, name)
 
 
 def test_a_line_for_every_switch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -295,7 +295,8 @@ def test_frozen_parameters_are_gathered_and_not_summed() -> None:
     assert shown.chunk(0, last, {}).sharding_s == pytest.approx(forward + backward + scatter)
     whole, _ = chunks(frozen, zero=2, pp=1, tp=1, dp=8, micro=1, overlap=[])
     gather = last * collective_s("all_gather", trained * 2 / last, NODE, 8)
-    assert whole.chunk(0, last, {}).sharding_s == pytest.approx(gather + scatter)
+    assert whole.chunk(0, last, {}).sharding_s == pytest.approx(scatter), "parameters are whole in every pass"
+    assert whole.gather_s([(0, last)]) == pytest.approx(gather) and shown.gather_s([(0, last)]) == 0.0
 
 
 def test_exposed_by_hand() -> None:

@@ -185,23 +185,21 @@ class ChunkCosts(StepEnd):
         return memory_s(self.cluster.device, numel * per_element)
 
     def _sharding_s(self, first: int, last: int, forward_s: float, backward_s: float) -> tuple[float, float]:
-        """Return exposed seconds (forward, backward) of all-gathering parameters and reduce-scattering gradients.
-
-        One all-gather per block and pass under ZeRO-3, as in FSDP (Zhao et al. 2023), or per bucket in large blocks."""
+        """Return exposed seconds (forward, backward) of all-gathering parameters (ZeRO-3) and reduce-scattering
+        gradients (ZeRO-2 and 3), per block and pass as in FSDP (Zhao et al. 2023), or per bucket in large blocks."""
         c = self.candidate
         if c.zero < 2 or self.dp == 1:
             return 0.0, 0.0
         blocks = max(1, last - first)
-        still = [self.frozen_bytes(first, last, backward=back) if c.zero == 3 else 0 for back in (False, True)]
+        still = [self.frozen_bytes(first, last, backward=back) for back in (False, True)]
         gather = back = 0.0
         for trained, copies in self._trained([(first, last)]):
             n = max(blocks, self.buckets(trained))
-            each = ((trained * self.compute + frozen) / n for frozen in still)
-            once, again = (n * self._collective_s("all_gather", part, copies.shards, copies.stride) for part in each)
-            gather += once
             back += n * self._sum_s(trained * self.gradient / n, copies)
-            back += again if c.zero == 3 else 0.0
-            still = [0, 0]
+            if c.zero == 3:
+                each = ((trained * self.compute + frozen) / n for frozen in still)
+                ahead, again = (n * self._collective_s("all_gather", x, copies.shards, copies.stride) for x in each)
+                gather, back, still = gather + ahead, back + again, [0, 0]
         if "dp" not in self.method.overlap:
             return gather, back
         slowdown = self.cluster.device.collective_share

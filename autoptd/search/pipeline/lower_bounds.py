@@ -248,7 +248,7 @@ class CandidateBounds:
             compute, gradient = (numel / c.tp * table[self.task.precision] for table in (COMPUTE_BYTES, width))
             gather = collective_s("all_gather", compute, cluster, copies.shards, copies.stride, c.world)
             summed = sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
-            seconds += (c.zero - 1) * gather + summed
+            seconds += 2 * gather * (c.zero == 3) + summed
         self._sharding[key] = seconds
         return seconds
 
@@ -288,13 +288,14 @@ class CandidateBounds:
         else:
             nbytes = optimizer_step_bytes(own, precision=task.precision, optimizer=task.optimizer)
             update_s += memory_s(cluster.device, nbytes)
-        if c.zero > 1 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
+        if c.zero == 3 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
             return 0.0, update_s
         reduce_s = 0.0
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         for numel, copies in parts:
             gradient, gathered = numel * width[task.precision], numel * COMPUTE_BYTES[task.precision]
-            reduce_s += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
+            if c.zero < 2:  # later ones reduce in every backward pass
+                reduce_s += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
             update_s += collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
         return reduce_s, update_s
 

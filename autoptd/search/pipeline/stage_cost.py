@@ -253,8 +253,9 @@ class StageCost:
         both = ((part.forward_s, part.forward_s + part.backward_s) for part in self._singles)
         return min(0.5, max((forward_s / total_s for forward_s, total_s in both if total_s), default=0.5))
 
+    @cached_property
     def relaxed(self) -> list[Blocks]:
-        """Return the blocks for the linear relaxation of `search/pipeline/lp_bound.py`."""
+        """The blocks for the linear relaxation of `search/pipeline/lp_bound.py`."""
         found = []
         for same in self.blocks.alike:
             block = same[0]

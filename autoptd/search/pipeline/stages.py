@@ -307,7 +307,7 @@ class Stages:
         budgets = tuple(self.stage_cost(rank).bound_bytes for rank in range(c.pp))
         shape = method.schedule, c.microbatches, method.virtual
         pipeline = Pipeline(*shape, held, self._pools, budgets, self.least_sends_s)
-        return relaxed_bound([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline)
+        return relaxed_bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline)
 
     def memory_bound_s(self, kinds: Collection[tuple[str, int]]) -> float:
         """Return a lower bound on the passes over all cuts under any of these schedules and numbers of chunks: their
@@ -318,7 +318,7 @@ class Stages:
         )
         budgets = tuple(self.stage_cost(rank).bound_bytes for rank in range(c.pp))
         pipeline = Pipeline(None, c.microbatches, max(v for _, v in kinds), held, self._pools, budgets)
-        return relaxed_bound([stage_cost.relaxed() for stage_cost in self.stage_costs], pipeline).seconds
+        return relaxed_bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline).seconds
 
     # ---- missing memory if nothing fits ----
 

@@ -106,12 +106,13 @@ class StepEnd(ChunkParameters):
         return max(1, -(-trained // self.bucket))
 
     def gather_s(self, runs: list[tuple[int, int]]) -> float:
-        """Return seconds of all-gathering the updated parameters (ZeRO-1)."""
-        if self.candidate.zero != 1 or self.dp == 1:
+        """Return seconds of all-gathering the updated parameters (ZeRO-1 and 2)."""
+        if self.candidate.zero not in (1, 2) or self.dp == 1:
             return 0.0
+        blocks = sum(last - first for first, last in runs) if self.candidate.zero == 2 else 1  # no bucket spans two
         found = 0.0
         for trained, copies in self._trained(runs):
-            buckets = self.buckets(trained)
+            buckets = max(blocks, self.buckets(trained))
             each = trained * self.compute / buckets
             found += buckets * self._collective_s("all_gather", each, copies.shards, copies.stride)
         return found
