@@ -20,6 +20,7 @@ from autoptd.cost_models.collectives import (
     lanes_between,
     message_s,
     p2p_s,
+    sum_in_shards_s,
 )
 from autoptd.cost_models.nccl import Algorithm
 from autoptd.cost_models.paths import crossings, is_even
@@ -421,3 +422,14 @@ def test_large_collectives_agree_with_published_ones(cluster: str, name: str, ra
     passes = 2 if name == "all_reduce" else 1
     predicted = passes * (ranks - 1) / ranks * nbytes / collective_s(name, nbytes, Cluster.load(cluster), ranks) / 1e9
     assert predicted == pytest.approx(bus, rel=0.08)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "jean-zay-a100", "gb200-nvl72"])
+@pytest.mark.parametrize(("ranks", "stride"), [(2, 1), (8, 1), (16, 4), (256, 1)])
+def test_a_byte_of_a_smaller_message_takes_no_less(name: str, ranks: int, stride: int) -> None:
+    """Bounds count the gradients of any bucket at the rate of a full one (`search/step_end/costs.py`)."""
+    cluster = Cluster.load(name)
+    for shards in {1, 2, ranks}:
+        sizes = [10 ** (3 + i / 20) for i in range(140)]
+        rates = [sum_in_shards_s(n, cluster, ranks, shards, stride) / n for n in sizes]
+        assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(rates)), shards

@@ -288,15 +288,12 @@ class CandidateBounds:
         else:
             nbytes = optimizer_step_bytes(own, precision=task.precision, optimizer=task.optimizer)
             update_s += memory_s(cluster.device, nbytes)
-        if c.zero == 3 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
-            return 0.0, update_s
         reduce_s = 0.0
-        width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         for numel, copies in parts:
-            gradient, gathered = numel * width[task.precision], numel * COMPUTE_BYTES[task.precision]
-            if c.zero < 2:  # later ones reduce in every backward pass
-                reduce_s += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
-            update_s += collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
+            reduce_s += numel * full_bucket_s(c, copies, self.method, task.precision, cluster)
+            if c.zero in (1, 2) and copies.shards > 1 and "dp" not in self.method.overlap:
+                gathered = numel * COMPUTE_BYTES[task.precision]
+                update_s += collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
         return reduce_s, update_s
 
     def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
