@@ -11,7 +11,7 @@
               ──► refined: all other cuts whose bound is below the best, where they are few
 
 Candidates wait in one queue (`candidate_queue.py`). The first one takes its next step and goes back into the queue,
-unless its bound is not below the best simulated time. Once its turn ended early it takes the first `_CHEAP` steps only.
+unless its bound is not below the best simulated time. Once its turn ended early it takes the first `_CUT` steps only.
 The gap is measured from the least bound of the candidates that were not examined in full.
 """
 
@@ -43,7 +43,6 @@ from autoptd.search.variants import SHARES, Variants
 
 _CUT = 3  # steps before the bounds that read memory, which take longer
 _SIMULATED = _CUT + 3  # steps before the simulation
-_CHEAP = _CUT  # steps that are taken all the same once a turn ended early
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
 _COST_MEMORY = {"cuts", "headroom", "max_tp", "splits", "whole"}  # constraints, beside meshes, that may cost memory
 
@@ -145,7 +144,7 @@ class Planner:
             if self._best is not None and late:
                 break
             ended = self.task.effort is not None and queue.has_ended(e)
-            if e.bound_s >= self._best_s or (ended and e.step >= _CHEAP):
+            if e.bound_s >= self._best_s or (ended and e.step >= _CUT):
                 continue
             priority_s = self._advance(e)
             while self._best is None and _CUT <= e.step <= _SIMULATED and priority_s < NEVER:

@@ -246,9 +246,9 @@ class CandidateBounds:
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         for numel, copies in self.memory.parts(c):
             compute, gradient = (numel / c.tp * table[self.task.precision] for table in (COMPUTE_BYTES, width))
-            gather = collective_s("all_gather", compute, cluster, copies.shards, copies.stride, c.world)
-            summed = sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
-            seconds += 2 * gather * (c.zero == 3) + summed
+            seconds += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
+            if c.zero == 3:
+                seconds += 2 * collective_s("all_gather", compute, cluster, copies.shards, copies.stride, c.world)
         self._sharding[key] = seconds
         return seconds
 
