@@ -5,13 +5,18 @@
     near      those that differ from the best plan so far in one choice, where most improvements are
     others
 
-Each of these three turns is ordered by the best lower bound that is known. It ends early after `_TRIES` simulations
-without a better plan, unless the search is exact.
+Each of these three turns is ordered by the best lower bound that is known. Unless the search is exact, a turn ends
+early after `_TRIES` simulations without a better plan. So does, in the second and third turn, a group of candidates
+that are alike, since few that follow are better than those before them:
+
+    group of a mesh and schedule        any number of chunks per rank, offload and splits
+    group of a number of chunks         any offload and splits
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass
 
 from autoptd.search.meshes import Candidate
@@ -19,7 +24,8 @@ from autoptd.search.pipeline.stages import Stages
 
 NEVER = float("inf")
 PLAIN, NEAR, OTHER = range(3)
-_TRIES = NEVER, 24, 32
+_TRIES = NEVER, 16, 24
+_ALIKE = 8, 2  # simulations of a group without a better plan
 _Place = tuple[int, float, int, int]  # its turn, its bound, -step, and index
 
 
@@ -56,6 +62,7 @@ class CandidateQueue:
         self._known: dict[Candidate, int] = {}
         self._best: Candidate | None = None  # if the entries near it are still to be moved
         self._tries = [0, 0, 0]  # simulations since the last better plan, by turn
+        self._alike = Counter[tuple[object, ...]]()  # the same, by group
 
     def __contains__(self, c: Candidate) -> bool:
         return c in self._known
@@ -88,20 +95,29 @@ class CandidateQueue:
     def prefer(self, best: Candidate) -> None:
         """Take the entries near a better candidate before others."""
         self._best, self._tries = best, [0, 0, 0]
+        self._alike.clear()
 
     def count(self, e: QueueEntry) -> None:
         """Count a simulation of an entry."""
         self._tries[e.turn] += 1
+        self._alike.update(_groups(e.candidate))
 
     def has_ended(self, e: QueueEntry) -> bool:
-        """Return whether the turn of an entry ended early."""
-        return self._tries[e.turn] >= _TRIES[e.turn]
+        """Return whether the turn of an entry, or its group, ended early."""
+        if e.turn == PLAIN or self._tries[e.turn] >= _TRIES[e.turn]:
+            return e.turn != PLAIN
+        return any(self._alike[group] >= most for group, most in zip(_groups(e.candidate), _ALIKE, strict=True))
 
     def _move_near(self, best: Candidate) -> None:
         for e in self.entries:
             if e.place is not None and e.turn == OTHER and _is_near(e.candidate, best):
                 e.turn = NEAR
                 self.put(e, e.place[1])
+
+
+def _groups(c: Candidate) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    mesh = c.dp, c.tp, c.pp, c.cp, c.micro, c.ep, c.etp, c.zero, c.shards, c.recompute, c.pools, c.schedule
+    return mesh, (*mesh, c.virtual)
 
 
 def _is_near(c: Candidate, best: Candidate) -> bool:

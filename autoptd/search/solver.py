@@ -21,11 +21,12 @@ import ctypes
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,6 +215,12 @@ def _is_whole(program: IntegerProgram, values: Sequence[float]) -> bool:
     return all(abs(v - round(v)) <= WHOLE for v, whole in zip(values, program.whole, strict=True) if whole)
 
 
+@lru_cache(maxsize=8)
+def _highs_of(thread: int) -> Any:
+    """Return the solver of a thread, to be cleared before use: a new one takes as long as a small program."""
+    return _new_highs()
+
+
 def _new_highs() -> Any:
     """Return a solver. HiGHS 1.16 prints a banner to the standard output of C when one is made, whatever its options:
     it would precede the JSON of a plan."""
@@ -240,7 +247,8 @@ def _solve_highs(program: IntegerProgram, time_limit_s: float) -> Outcome:
     import highspy
 
     started, scale = time.monotonic(), program.scale
-    highs = _new_highs()
+    highs = _highs_of(threading.get_ident())
+    highs.clear()
     _set(highs, {**_SETTINGS, "time_limit": time_limit_s})
     highs.passModel(program.arrays())
     if program.basis is not None:

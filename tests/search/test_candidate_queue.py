@@ -59,3 +59,23 @@ def test_a_turn_ends_after_many_simulations_without_a_better_plan() -> None:
     assert queue.has_ended(other) and not queue.has_ended(plain), "that of plain meshes never ends early"
     queue.prefer(FAR)
     assert not queue.has_ended(other)
+
+
+def test_candidates_that_are_alike_end_early_together() -> None:
+    """Two of one number of chunks, and eight of one mesh and schedule, leave others of their turn open."""
+    chunks = [TWO_CHUNKS._replace(virtual=virtual) for virtual in range(2, 8)]
+    pairs = [(c, c._replace(offload=0.5)) for c in chunks]
+    moved = TWO_CHUNKS._replace(offload=1.0)
+    queue = queue_of(*((c, 1.0) for pair in pairs for c in pair), (moved, 1.0), (FAR, 1.0))
+    *entries, again, far = queue.entries
+    for e in entries[:2]:
+        assert not queue.has_ended(e)
+        queue.count(e)
+    assert queue.has_ended(again), "two with two chunks"
+    assert not queue.has_ended(entries[2]), "one with three"
+    for e in entries[2:8]:
+        queue.count(e)
+    assert all(queue.has_ended(e) for e in entries), "eight of this mesh and schedule"
+    assert not queue.has_ended(far)
+    queue.prefer(FAR)
+    assert not queue.has_ended(again)
