@@ -229,7 +229,7 @@ class Planner:
             e.step = len(self._steps)
             return e.bound_s
         if (key := (c.family, c.offload)) not in self._family_s:
-            members = self._families[c._replace(memory_saving=False).family]
+            members = self._families[c.plain_memory.family]
             most = max(m.zero for m in members if m.zero < 3 or not c.offload)
             lightest = self._stages(c._replace(zero=most, shards=0))
             self._family_s[key] = lightest.memory_bound_s({(m.schedule, m.virtual) for m in members})
