@@ -164,7 +164,7 @@ class Planner:
         every = self.task.effort is None and e.step >= _CUT - 1
         for c in self._variants.of(e.candidate) if every or e.is_full or e.is_short else ():
             if c not in self._queue and (c.offload or every or e.is_full):
-                floor_s = max(self._bounds.floor_s(c), e.split_s if c.memory_saving else 0.0)
+                floor_s = max(self._bounds.floor_s(c), e.split_s if c.offload == e.candidate.offload else 0.0)
                 self._queue.add(QueueEntry(c, floor_s, is_variant=e.is_varied or e.bound_s < NEVER, turn=e.turn))
 
     def _advance(self, e: QueueEntry) -> float:

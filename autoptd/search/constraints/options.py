@@ -66,8 +66,7 @@ class SearchOptions(ExecutionOptions):
     stages         "balanced" by time, or "even" numbers of blocks
     memory         "check": refuse plans that do not fit; "ignore": predict them too
     headroom       share of a device's memory that the prediction leaves free, by default for its error
-    policies       of recomputation that blocks may choose from: "selective", "ops", "full"; "offload" instead keeps what
-                   is saved in host memory
+    policies       that blocks may choose from, of recomputation: "selective", "ops", "full"; or "offload" to the host
     starts         first segment of every stage but the first, if cut by hand; empty: the cut is searched
     uncut          segments that no stage may begin with
     cut_solver     of the cut into stages: "dynamic" programming, or the integer program ("ilp"); both find the optimum

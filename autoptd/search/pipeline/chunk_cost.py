@@ -81,13 +81,17 @@ class ChunkCosts(StepEnd):
 
     def chunk(self, first: int, last: int, policies: Mapping[int, str]) -> ChunkCost:
         """Return the cost of segments `first` to `last`; those in `policies` recompute under their policy."""
-        forward = backward = recompute = forward_tp = backward_tp = weight = statistics = 0.0
+        forward = backward = recompute = copies = forward_tp = backward_tp = weight = statistics = 0.0
         for i in range(first, last + 1):
             part = self._segment(i)
             there, again = self.added_s(i, policies[i]) if i in policies else (0.0, 0.0)
             forward, backward = forward + part.forward_s + there, backward + part.backward_s + again
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
-            recompute, weight = recompute + there + again, weight + part.weight_s
+            if there:
+                copies += there + again
+            else:
+                recompute += again
+            weight += part.weight_s
             statistics += part.sharding_s
         backward += self._accumulation_s(self.numel(first, last))
         shared_f, shared_b = self._sharding_s(first, last, forward, backward)
@@ -99,6 +103,7 @@ class ChunkCosts(StepEnd):
             backward_tp,
             weight,
             shared_f + shared_b + statistics,
+            copies,
         )
 
     def least(self, segment: int) -> ChunkCost:

@@ -3,7 +3,7 @@
     none             all tensors that autograd saves are kept
     selective, ops   some of them are recomputed in backward                (passes/analysis/activations.py)
     full             the block's input is kept, everything else is recomputed
-    offload          nothing is kept on the device; what `none` keeps goes to the host and back, which both passes wait for
+    offload          what `none` keeps is in host memory; both passes wait for the copies
 
 With `alive` in-flight microbatches of each of its chunks, a rank holds
 
