@@ -142,7 +142,7 @@ def activation_notes(staged: Staged, cluster: Cluster) -> list[str]:
     ranks = min(c.world, cluster.gpus_per_node or c.world)
     return [
         f"activations of some blocks are in host memory: up to {max(by_rank) / 2**30:,.1f} GiB for the fullest rank, "
-        f"{ranks * max(by_rank) / 2**30:,.1f} GiB for a node of such ranks, in pinned buffers of up to twice that size. "
+        f"{ranks * max(by_rank) / 2**30:,.1f} GiB for a node of such ranks, in pinned buffers up to twice as large. "
         f"The devices wait {max(copies_s):,.3g} s per step for the copies"
     ]
 

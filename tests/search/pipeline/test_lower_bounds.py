@@ -365,9 +365,7 @@ def random_shared(seed: int) -> Shared:
     edges = sorted(rng.sample(range(1, len(parts)), count - 1))
     cuts = tuple(zip((0, *edges), (e - 1 for e in (*edges, len(parts))), strict=True))
     ways = [rng.choice(part.options) for part in parts]
-    segments = tuple(
-        (p.forward_s + w[0], p.backward_s + w[1], p.weight_s) for p, w in zip(parts, ways, strict=True)
-    )
+    segments = tuple((p.forward_s + w[0], p.backward_s + w[1], p.weight_s) for p, w in zip(parts, ways, strict=True))
     counted = [alive_of(rank, ranks, m, schedule, virtual) for rank in range(ranks)]
     alive = tuple(map(relax.in_flight, counted))
     route = route_of(schedule, ranks, virtual)
@@ -454,7 +452,8 @@ def test_the_relaxation_counts_the_reduction_of_the_first_rank() -> None:
 def test_the_relaxation_is_no_worse_than_the_bound_of_all_cuts() -> None:
     for m, p in ((4, 2), (8, 4), (16, 4), (3, 8)):
         pipeline = Pipeline("1f1b", m, 1, tuple(((float(k),),) for k in range(p, 0, -1)), (0,) * p, (math.inf,) * p)
-        found = relaxed_bound([[Blocks(3 * p, BlockOptions(1.0, 2.0, 0.0, 0.0, 0.0, ((0.0, 0.0, 1.0),)))]], pipeline).seconds
+        part = BlockOptions(1.0, 2.0, 0.0, 0.0, 0.0, ((0.0, 0.0, 1.0),))
+        found = relaxed_bound([[Blocks(3 * p, part)]], pipeline).seconds
         assert found >= even_bound_s(9.0 * p, "1f1b", p, m, 1, 1 / 3) * (1 - 1e-6)
         assert found <= even("1f1b", p, m).seconds() * 3 * SLACK
 
