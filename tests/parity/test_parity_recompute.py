@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -226,18 +228,18 @@ def predicted(name: str, made: Parallel, policy: str) -> int:
 
 
 @contextmanager
-def noting(moved: set[int]) -> Iterator[None]:
-    """Note the storages of copies in host memory, which on a CPU is the device's."""
-    to_host = module._to_host
+def copies_of_ranks() -> Iterator[dict[int, set[int]]]:
+    """Note the storages of copies in host memory, which on a CPU is the device's, of each rank's thread."""
+    moved, to_host = defaultdict[int, set[int]](set), module._to_host
 
     def noted(x: Tensor) -> Tensor:
         copy = to_host(x)
-        moved.add(_storage(copy))
+        moved[get_ident()].add(_storage(copy))
         return copy
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_to_host", noted)
-        yield
+        yield moved
 
 
 def measured(name: str, made: Parallel, policy: str) -> int:
@@ -259,13 +261,12 @@ def measured(name: str, made: Parallel, policy: str) -> int:
         before = {_storage(x) for x in (*stage.parameters(), *stage.buffers(), *got) if isinstance(x, Tensor)}
         with Alive() as alive:
             given = [x.detach().requires_grad_().clone() if getattr(x, "requires_grad", False) else x for x in got]
-            moved = set[int]()
-            with noting(moved):
-                out = by(block, *given)
+            out = by(block, *given)
             del given
-            return alive.nbytes(before | moved | {_storage(x) for x in tree_leaves(out)})
+            return alive.nbytes(before | moved[get_ident()] | {_storage(x) for x in tree_leaves(out)})
 
-    found = run_lockstep(made.layout.mesh, body)
+    with copies_of_ranks() as moved:
+        found = run_lockstep(made.layout.mesh, body)
     assert len(set(found)) == 1
     return found[0]
 
