@@ -234,10 +234,10 @@ def whole_views(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "bug",
     [
-        pytest.param(wrong_version, marks=pytest.mark.fault("a storage that was written is taken for the one before")),
-        pytest.param(too_early, marks=pytest.mark.fault("activations go to the host before they are written")),
-        pytest.param(unchecked, marks=pytest.mark.fault("versions of what stays on the device are not checked")),
-        pytest.param(whole_views, marks=pytest.mark.fault("views come back as the start of their storage")),
+        pytest.param(wrong_version, marks=pytest.mark.fault("old activations")),
+        pytest.param(too_early, marks=pytest.mark.fault("unwritten activations")),
+        pytest.param(unchecked, marks=pytest.mark.fault("unchecked versions")),
+        pytest.param(whole_views, marks=pytest.mark.fault("views without offsets")),
     ],
 )
 def test_a_bug_is_caught(bug: Callable[[pytest.MonkeyPatch], None]) -> None:

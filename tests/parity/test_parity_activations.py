@@ -161,8 +161,8 @@ def shared_addresses(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "bug",
     [
-        pytest.param(unwritten, marks=pytest.mark.fault("a block's activations go before they are written")),
-        pytest.param(shared_addresses, marks=pytest.mark.fault("a block's activations are mixed up")),
+        pytest.param(unwritten, marks=pytest.mark.fault("unwritten activations")),
+        pytest.param(shared_addresses, marks=pytest.mark.fault("mixed activations")),
     ],
 )
 def test_a_bug_on_the_way_to_the_host_is_caught(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
