@@ -90,7 +90,7 @@ class Candidate(NamedTuple):
 
     @property
     def plain_memory(self) -> Candidate:
-        """The same, with fast splits and activations on the device: no variant of another candidate but for offload."""
+        """This candidate with fast splits and activations on the device: no variant, unless of the optimizer state."""
         return self._replace(memory_saving=False, recompute=AUTO if self.recompute == WITH_HOST else self.recompute)
 
     @property

@@ -145,7 +145,7 @@ def unwritten(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_addresses(patch: pytest.MonkeyPatch) -> None:
-    """Storages are told apart by an address that the next one may have."""
+    """Storages of equal size are taken for one another."""
     pack = module._OffloadedCall.pack
 
     def by_size(self: Any, x: Tensor) -> Any:

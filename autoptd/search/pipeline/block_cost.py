@@ -42,13 +42,13 @@ class BlockCosts:
         return tuple(self.folded.segments[i].kind for i in block)
 
     def options_of(self, block: tuple[int, ...], received: bool = False) -> RecomputeOptions:
-        """Return the recompute options of a block, without dominated ones; see `menu`."""
+        """Return the recompute options of a block, without dominated ones; see `all_options`."""
         key = self.kinds_of(block), received and self.offloads
         if key not in self._options:
-            self._options[key] = undominated(self.menu(block, received))
+            self._options[key] = undominated(self.all_options(block, received))
         return self._options[key]
 
-    def menu(self, block: tuple[int, ...], received: bool = False) -> list[RecomputeOption]:
+    def all_options(self, block: tuple[int, ...], received: bool = False) -> list[RecomputeOption]:
         """Return all recompute options of a block.
 
         `received`: the block is the first of its stage, where the tensors that it received stay on the device.
@@ -78,7 +78,7 @@ class BlockCosts:
 
     @property
     def offloads(self) -> bool:
-        """Whether any block may be offloaded."""
+        """True if any block may be offloaded."""
         return self._wanted in (OFFLOAD, WITH_HOST) and (self._wanted == OFFLOAD or OFFLOAD in self.method.policies)
 
     def _repeats(self, block: tuple[int, ...]) -> bool:
