@@ -188,7 +188,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "mixed activations": "the activations of a storage are taken for those of another",
         "old activations": "the activations of a storage are taken for those of its earlier version",
         "views without offsets": "activations come back as the start of their storage",
-        "unchecked versions": "nobody sees that a saved tensor which stays on the device was written",
+        "unchecked versions": "a saved tensor that stays on the device is written, and its version not checked",
         "experts chosen anew": "recomputation routes again, and a tie falls to another expert than in the first pass",
     },
     "tensor parallel": {
