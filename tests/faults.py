@@ -184,6 +184,11 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "recomputation": {
         "kept after all": "a policy saves what it should recompute, or recomputes what it should save",
+        "unwritten activations": "activations go to the host before they are written",
+        "mixed activations": "the activations of a storage are taken for those of another",
+        "old activations": "the activations of a storage are taken for those of its earlier version",
+        "views without offsets": "activations come back as the start of their storage",
+        "unchecked versions": "a saved tensor that stays on the device is written, and its version not checked",
         "experts chosen anew": "recomputation routes again, and a tie falls to another expert than in the first pass",
     },
     "tensor parallel": {

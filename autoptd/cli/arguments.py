@@ -26,7 +26,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "virtual": int,
     "shards": int,
     "zero": int,
-    "recompute": ("auto", "none", "selective", "ops", "full"),
+    "recompute": ("auto", "none", "selective", "ops", "full", "offload"),
     "schedule": SCHEDULE_KINDS,
     "overlap": ("dp", "ep", "p2p", "tp"),  # several, or none
     "kernels": ("eager", "fused", "compiled"),

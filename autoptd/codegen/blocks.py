@@ -71,9 +71,9 @@ class BlockSegments:
         return replace(self, segments=self.model, prefix=layout.prefix_of(self.model[0].index))
 
     @property
-    def whole(self) -> bool:
-        """True if calls of the whole piece are recomputed."""
-        return self.policy in ("full", "ops")
+    def called_by(self) -> str:
+        """The function that calls of the whole piece go through: `recompute`, `offload`, or none ("")."""
+        return {"full": "recompute", "ops": "recompute", "offload": "offload"}.get(self.policy, "")
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

@@ -185,6 +185,7 @@ def _file(head: str, source: str, uses: dict[str, str] | None = None) -> str:
     constants = [f"{name} = {text}" for name, text in _DTYPES.items() if reads(name)]
     lines = [text for name, text in _IMPORTS.items() if reads(name) or (constants and name == "torch")]
     recompute = [n for n in ("keep", "recompute", "spare") if re.search(rf"(?<!\.)\b{n}\(", code)]
+    lines += ["from autoptd.ops.offload import offload"] if re.search(r"(?<!\.)\boffload\(", code) else []
     lines += [f"from autoptd.ops.recompute import {', '.join(recompute)}"] if recompute else []
     stage = [n for n in _STAGE_NAMES if re.search(rf"(?<![\w.]){n}\(|\({n}\):|: {n}\b", code)]
     lines += [f"from autoptd.ops.stage import {', '.join(stage)}"] if stage else []

@@ -17,7 +17,9 @@ from autoptd.passes.sharding.context_parallel_graph import convert
 from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS, batch_route, route
 
 aten = torch.ops.aten
-GLOBALS = frozenset({"torch", "F", "nn", "ops", "keep", "own", "recompute", "spare"})  # read by lines of forward
+GLOBALS = frozenset(
+    {"torch", "F", "nn", "ops", "keep", "offload", "own", "recompute", "spare"}
+)  # read by lines of forward
 AXIS_NAMES = frozenset({"tp", "cp", "ep", "dp"})
 TAKEN = GLOBALS | AXIS_NAMES | {"self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
 

@@ -234,7 +234,7 @@ def _alike(a: _BlockCall, b: _BlockCall) -> bool:
         a.block.name == b.block.name
         and a.arguments == b.arguments
         and a.results == b.results
-        and a.piece.whole == b.piece.whole
+        and a.piece.called_by == b.piece.called_by
     )
 
 
@@ -262,7 +262,8 @@ def _write_run(writer: _StageWriter, run: list[_BlockCall]) -> None:
         made = f"submodule(self, {pattern}, {call.block.name}(tp{extra}))"
         over = f"for i, first in zip({numbers}, {starts})" if call.block.dropout else f"for i in {numbers}"
         writer.setup.append(f"self.{group} = [{made} {over}]")
-    run_it = f"recompute(block, {call.arguments})" if call.piece.whole else f"block({call.arguments})"
+    by = call.piece.called_by
+    run_it = f"{by}(block, {call.arguments})" if by else f"block({call.arguments})"
     writer.body.lines += [f"for block in self.{group}:", f"    {call.results} = {run_it}"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from autoptd.codegen.blocks import name_blocks
-from autoptd.compile.notes import answer_notes, batch_notes, device_of, memory_notes, offload_notes
+from autoptd.compile.notes import activation_notes, answer_notes, batch_notes, device_of, memory_notes, offload_notes
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
@@ -80,7 +80,8 @@ def make_plan(
     answer = Planner(task, progress, source.known).answer()
     notes += pin_notes(source.folded, constraints, answer.staged.candidate.tp)
     notes += memory_notes(answer.staged, cluster)
-    notes += offload_notes(answer.staged, cluster) + batch_notes(answer.staged, size)
+    notes += offload_notes(answer.staged, cluster) + activation_notes(answer.staged, cluster)
+    notes += batch_notes(answer.staged, size)
     notes += answer_notes(source, answer)
     return _to_plan(source, task, answer, tuple(notes))
 
@@ -152,17 +153,20 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
     ranks = [staged.route.of(staged.stages, rank) for rank in range(candidate.pp)]
     slowest = max(range(candidate.pp), key=lambda rank: sum(s.forward_s + s.backward_s for s in ranks[rank]))
     chunks, end = ranks[slowest], staged.ends[slowest]
-    recompute = sum(s.recompute_s for s in chunks)
+    recompute, copies = sum(s.recompute_s for s in chunks), sum(s.copies_s for s in chunks)
     tp = sum(s.forward_tp_s + s.backward_tp_s for s in chunks)
     sharding = sum(s.sharding_s for s in chunks)
     work = sum(s.forward_s + s.backward_s for s in chunks)
     parts = {
-        "compute": m * max(0.0, work - tp - recompute - sharding),
+        "compute": m * max(0.0, work - tp - recompute - copies - sharding),
         "recompute": m * recompute,
         "tp_communication": m * tp,
         "dp_communication": m * sharding + end.reduce_s + end.gather_s,
         "optimizer": end.step_s,
-    } | ({"loss_sums": staged.ahead_s} if staged.ahead_s else {})
+    }
+    parts |= ({"activation_copies": m * copies} if copies else {}) | (
+        {"loss_sums": staged.ahead_s} if staged.ahead_s else {}
+    )
     idle = staged.seconds - sum(parts.values())
     parts["pipeline_bubble"] = idle if idle > 1e-9 * staged.seconds else 0.0  # less is rounding of the sum
     flop = source.known.flops(tuple(task.sizes.items())) * task.batch

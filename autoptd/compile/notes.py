@@ -10,7 +10,7 @@ from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.dispatch import MEDIAN, QUANTILE, fullest
-from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
+from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED, alive
 from autoptd.errors import PlanError
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.graph import infos
@@ -19,6 +19,7 @@ from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.infeasible import InfeasibleSplit
+from autoptd.search.meshes import OFFLOAD
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Answer
 from autoptd.search.sharding.dispatch_cost import experts_of
@@ -122,6 +123,27 @@ def offload_notes(staged: Staged, cluster: Cluster) -> list[str]:
     return [
         f"{share} of the optimizer state is in host memory: about {of_rank:,.0f} GiB for the fullest rank, "
         f"{of_node:,.0f} GiB for a node of such ranks. The devices wait {seconds:,.3g} s per step for its update"
+    ]
+
+
+def activation_notes(staged: Staged, cluster: Cluster) -> list[str]:
+    """Return a note on the activations in host memory, if there are any: how much, and what the copies take."""
+    chunks, c, policies = staged.chunks, staged.candidate, staged.solution.policies
+    if not any(policy == OFFLOAD for own in policies for policy in own.values()):
+        return []
+    if cluster.device.kind == "cpu":
+        return ["offload moves activations to host memory, which is the device's own here: it saves none"]
+    by_rank, copies_s = list[float](), list[float]()
+    for rank in range(c.pp):
+        mine, costs = staged.route.stages_of(rank), chunks.on(rank)
+        moved = [sum(costs.offloaded_bytes(i) for i, p in policies[s].items() if p == OFFLOAD) for s in mine]
+        by_rank.append(alive(rank, c.pp, c.microbatches, c.schedule, c.virtual).kept(moved))
+        copies_s.append(c.microbatches * sum(staged.stages[s].copies_s for s in mine))
+    ranks = min(c.world, cluster.gpus_per_node or c.world)
+    return [
+        f"activations of some blocks are in host memory: up to {max(by_rank) / 2**30:,.1f} GiB for the fullest rank, "
+        f"{ranks * max(by_rank) / 2**30:,.1f} GiB for a node of such ranks, in pinned buffers up to twice as large. "
+        f"The devices wait {max(copies_s):,.3g} s per step for the copies"
     ]
 
 

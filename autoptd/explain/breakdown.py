@@ -1,6 +1,6 @@
 """The breakdown of a step into terms: seconds of the slowest pipeline rank, bytes of the fullest, for one plan or two.
 
-    step = forward + backward + recompute + tp + sends + bubble + dp reduce + dp gather + optimizer - hidden
+    step = forward + backward + recompute + copies + tp + sends + bubble + dp reduce + dp gather + optimizer - hidden
 
 The terms are those of the pipeline rank with most work, over all microbatches. `pipeline_sends` is the gain in a
 simulation where messages between stages take no time; `pipeline_bubble` is the rest of the rank's waiting time.
@@ -81,9 +81,10 @@ def memory_terms(plan: PlanData) -> dict[str, float]:
 
 
 def _separates_passes(plan: PlanData) -> bool:
-    """Return whether forward and backward are known separately: not if both contain data-parallel communication."""
+    """Return whether forward and backward are known separately: not if both contain data-parallel communication, or
+    copies of activations."""
     predicted = plan.predicted
-    if not predicted.times:
+    if not predicted.times or "activation_copies" in predicted.time_s:
         return False
     slowest = max(times_from_data(predicted.times, plan.mesh.pp, plan.route.shape), key=_work_s)
     within = predicted.time_s.get("dp_communication", 0.0) - slowest.reduce_s - slowest.gather_s

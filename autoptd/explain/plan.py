@@ -19,7 +19,7 @@ from rich.text import Text
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.explain.choices import choices, offloaded, recompute_text
 from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
-from autoptd.plans.data import PlanData
+from autoptd.plans.data import PlanData, StagePlan
 from autoptd.text import fold_table, printable, ranges
 
 _BAR = 24
@@ -199,12 +199,20 @@ def _memory_table(plan: PlanData, width: int, all: bool) -> Table:
     return table
 
 
+def _policies_text(plan: PlanData, stage: StagePlan, all: bool) -> str:
+    """Return `12`, `12 + 4 offloaded` or `-`; or which segments these are, if `all`."""
+    found = plan.policies(stage)
+    apart = ([i for i, policy in found.items() if (policy == "offload") == moved] for moved in (False, True))
+    texts = [(ranges(each) if all else str(len(each))) if each else "" for each in apart]
+    return " + ".join(filter(None, (texts[0], texts[1] and f"{texts[1]} offloaded"))) or "-"
+
+
 def _stage_table(plan: PlanData, all: bool) -> Table:
     several = bool(plan.cluster.others)
     table = columns("stage", *["device"] * several, "segments>", "recomputed>", "modules")
     stages = list(enumerate(plan.stages))
     for i, stage in _first_rows(stages, all):
-        recomputed = (ranges(stage.recompute) if all else str(len(stage.recompute))) if stage.recompute else "-"
+        recomputed = _policies_text(plan, stage, all)
         device = [stage.device] * several
         table.add_row(str(i), *device, str(stage.last - stage.first + 1), recomputed, stage.modules)
     if len(_first_rows(stages, all)) < len(stages):

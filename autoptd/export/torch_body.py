@@ -40,7 +40,7 @@ STAGES: tuple[tuple[str, ...], ...] = ((),)  # modules of each stage; stage k is
 TENSOR_PARALLEL: dict[str, ParallelStyle] = {}  # by module name, * for any number
 GATHERED: tuple[str, ...] = ()  # modules whose sequence-split input is all-gathered once for all submodules
 TIED: dict[str, str] = {}  # parameter -> name of the parameter that it is tied to
-RECOMPUTED: dict[str, str] = {}  # recomputed modules: "full", "selective" (core attention), "ops" (see _policy)
+RECOMPUTED: dict[str, str] = {}  # modules: "full", "selective" (core attention), "ops" (see _policy); or "offload"
 SHARDED: tuple[str, ...] = ()  # modules that FSDP gathers one at a time
 RESHARD_AFTER_FORWARD = False  # ZeRO-3
 REDUCE_EACH_MICROBATCH = False  # ZeRO-2 and 3: gradients stay sharded between microbatches
@@ -213,9 +213,20 @@ def split_tensors(part: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def recompute(module: nn.Module, policy: str) -> None:
-    """Recompute the module's forward pass in backward, without changing the names of its parameters."""
+    """Recompute the module's forward pass in backward, without changing the names of its parameters.
+
+    "offload": keep what it saves in host memory instead.
+    """
+    if policy == "offload":
+        module.forward = partial(_offloaded, module.forward)  # type: ignore[method-assign]
+        return
     chosen: dict[str, Any] = {} if policy == "full" else {"context_fn": partial(_contexts, policy)}
     module.forward = partial(checkpoint, module.forward, use_reentrant=False, **chosen)  # type: ignore[method-assign]
+
+
+def _offloaded(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return forward(*args, **kwargs)
 
 
 def _contexts(policy: str) -> Any:

@@ -77,9 +77,11 @@ class StagePlan(Part):
     first: Index
     last: Index
     modules: str
-    recompute: tuple[Index, ...] = ()  # segments that are recomputed in backward
+    recompute: tuple[Index, ...] = ()  # segments with a policy: recomputed in backward, or offloaded
     device: str = ""  # device type, in a cluster of several types
-    policies: tuple[Literal["full", "selective", "ops"], ...] = ()  # per `recompute`; (): all method.recompute
+    policies: tuple[
+        Literal["full", "selective", "ops", "offload"], ...
+    ] = ()  # per `recompute`; (): all method.recompute
 
 
 class Splits(Part):

@@ -19,6 +19,8 @@ from typing import NamedTuple
 from autoptd.errors import PlanError, nearest
 from autoptd.schedule import StageMap, route_of, row_of
 
+AUTO, WITH_HOST = "auto", "auto or offload"  # values of `Candidate.recompute` that leave the policy to each block
+OFFLOAD = "offload"  # the policy of a block that keeps in host memory what it saves for backward
 FIXABLE = ("dp", "micro", "pp", "recompute", "tp", "zero")
 
 
@@ -85,6 +87,11 @@ class Candidate(NamedTuple):
         """True if every option but the mesh is at its default."""
         options = self.cp, self.schedule, self.virtual, self.shards, self.memory_saving
         return self.zero <= 1 and options == (1, "1f1b", 1, 0, False)
+
+    @property
+    def plain_memory(self) -> Candidate:
+        """This candidate with fast splits and activations on the device: no variant, unless of the optimizer state."""
+        return self._replace(memory_saving=False, recompute=AUTO if self.recompute == WITH_HOST else self.recompute)
 
     @property
     def choices(self) -> tuple[object, ...]:

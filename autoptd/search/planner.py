@@ -164,7 +164,7 @@ class Planner:
         every = self.task.effort is None and e.step >= _CUT - 1
         for c in self._variants.of(e.candidate) if every or e.is_full or e.is_short else ():
             if c not in self._queue and (c.offload or every or e.is_full):
-                floor_s = max(self._bounds.floor_s(c), e.split_s if c.memory_saving else 0.0)
+                floor_s = max(self._bounds.floor_s(c), e.split_s if c.offload == e.candidate.offload else 0.0)
                 self._queue.add(QueueEntry(c, floor_s, is_variant=e.is_varied or e.bound_s < NEVER, turn=e.turn))
 
     def _advance(self, e: QueueEntry) -> float:
@@ -229,7 +229,7 @@ class Planner:
             e.step = len(self._steps)
             return e.bound_s
         if (key := (c.family, c.offload)) not in self._family_s:
-            members = self._families[c._replace(memory_saving=False).family]
+            members = self._families[c.plain_memory.family]
             most = max(m.zero for m in members if m.zero < 3 or not c.offload)
             lightest = self._stages(c._replace(zero=most, shards=0))
             self._family_s[key] = lightest.memory_bound_s({(m.schedule, m.virtual) for m in members})

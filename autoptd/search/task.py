@@ -110,7 +110,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         chunks=max([_CHUNKS, *(unit.count for unit in task.folded.units)]),  # of at least one of many blocks each
         tp_sizes=tuple(sorted(tp_sizes)),
         zeros=zeros,
-        recomputes=("auto", "none", "full", "selective", "ops") if "recompute" in mesh else ("auto",),
+        recomputes=("auto", "none", "full", "selective", "ops", "offload") if "recompute" in mesh else ("auto",),
         max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
         cps=cps,
         eps=(method.ep,) if "ep" in fixed else tuple(divisors(experts_of(task.folded))),

@@ -2,6 +2,7 @@
 
     memory-saving   splits weigh each byte saved for backward by the time of recomputing it
     offload         more of the optimizer state is in host memory, and updated there, while the device waits
+    activations     blocks may keep what they save for backward in host memory, while the device waits for the copies
 
 No variant is faster than a candidate that memory does not limit.
 """
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from autoptd.cost_models.memory import UPDATE_COSTS
 from autoptd.search.memory_filter import MemoryFilter
-from autoptd.search.meshes import Candidate
+from autoptd.search.meshes import AUTO, OFFLOAD, WITH_HOST, Candidate
 from autoptd.search.task import Task
 
 SHARES = (0.125, 0.25, 0.5, 1.0)  # of the optimizer state in host memory, tried in this order
@@ -26,6 +27,7 @@ class Variants:
         searched = "offload" in task.constraints.searched - task.constraints.fixed
         on_gpus = task.cluster.device.kind == "cuda"  # otherwise the host is the device
         self._offloads = searched and on_gpus and UPDATE_COSTS[task.optimizer].whole == "none"
+        self._moves_activations = on_gpus and OFFLOAD in task.constraints.method.policies
 
     def of(self, c: Candidate) -> Iterator[Candidate]:
         """Yield the next variants of a candidate, which may be one itself."""
@@ -35,6 +37,8 @@ class Variants:
             yield c._replace(memory_saving=True)
         if self._offloads and c.zero < 3 and c.offload < 1:
             yield c._replace(offload=next(share for share in SHARES if share > c.offload))
+        if self._moves_activations and c.recompute == AUTO:
+            yield c._replace(recompute=WITH_HOST)
 
     def every(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates and all their variants."""

@@ -6,6 +6,7 @@
     ops         saves the results of attention and of every other product with a weight, counted through the block in
                 program order; recomputes the rest (torchtitan's `selective` with option `op`, parallelize_llama.py)
     full        saves the block's inputs (Chen et al. 2016)
+    offload     keeps in host memory what `none` saves, except received tensors without gradient, which all blocks share
 
 None recomputes a decision: an op that makes integers of floating-point numbers, or sorts, as the choice of experts. A
 second run might decide a tie in another way, and rows would meet other experts in backward than in forward.
@@ -33,7 +34,7 @@ from autoptd.passes.graph import is_float, op_name
 from autoptd.passes.opcall import Size
 from autoptd.passes.sharding.sharding import KindSharding
 
-POLICIES = ("none", "selective", "ops", "full")
+POLICIES = ("none", "selective", "ops", "full", "offload")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ def saved_activations(
 
 def saved_in_flow(region: Flow, policy: str = "none", *, regather: bool = False) -> tuple[SavedActivations, ...]:
     """Return what the segments of a flow save per microbatch. Raises ValueError."""
+    if policy == "offload":
+        shared = {v.storage for v in region.received if not v.info.requires_grad}
+        return tuple(kept for kept in saved_in_flow(region) if kept.storage in shared)
     recomputed_ids = set(map(id, recomputed_steps(region.steps, policy)))
     found: dict[Storage, str] = {}
     if policy == "full":
@@ -142,7 +146,7 @@ def recomputed(
 def recomputed_steps(steps: Sequence[DataflowStep], policy: str) -> list[DataflowStep]:
     """Return the steps that a policy recomputes, conversions and views included. Raises ValueError."""
     match policy:
-        case "none":
+        case "none" | "offload":
             return []
         case "full":
             return [s for s in steps if not decides(s)]

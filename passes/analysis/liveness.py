@@ -2,7 +2,8 @@
 
     forward     saved so far + tensors made and not yet read for the last time + the op's own workspace
     backward    saved and not yet used + gradients in flight + gradients that the op makes + its own workspace;
-                recomputed tensors are alive from the moment the last of their ops is reached (a block: from the start)
+                recomputed tensors are alive from the moment the last of their ops is reached (a block: from the start),
+                offloaded ones from their first use
 
 A gradient passes through a view or an addition without a copy, and a second gradient of one tensor is added in place
 (torch's InputBuffer does so if it has the only reference). A parameter's gradient lives until its hook has added it to
@@ -44,6 +45,10 @@ class Peak(NamedTuple):
     kept: int
     forward: int
     backward: int
+
+    def above(self, nbytes: int) -> Peak:
+        """Return the peak of the same segments if they keep so many more bytes."""
+        return Peak(*(own + nbytes for own in self))
 
     @property
     def temporary(self) -> int:
@@ -129,6 +134,7 @@ def walk(
 
 def walk_flow(region: Flow, policy: str = "none", *, regather: bool = False, in_place_loss: bool = False) -> Walk:
     """Return the moments of the segments of a flow; see `walk`."""
+    regather = regather and policy != "offload"
     saved = saved_in_flow(region, policy, regather=regather)
     everything = saved_in_flow(region, "none", regather=regather)
     in_place = losses_in_place(region, policy, regather=regather) if in_place_loss else {}
@@ -239,12 +245,18 @@ def _backward(
     back = max((i for i, s in enumerate(steps) if id(s) in again), default=-1)
     back = len(steps) - 1 if policy in ("full", "ops") else back
     restored = [s for s in everything - saved if first.get(s, -1) <= back]
+    starts = dict[int, list[Storage]]()
+    if policy == "offload":
+        restored = list(everything - saved)
+        lasts = {s: i for i, step in enumerate(steps) for s in step.saved}  # its first use in backward
+        starts = _by_moment((s, lasts[s]) for s in restored)
+    elif restored:
+        starts = {back: restored}
     ends = _by_moment((s, first[s]) for s in (*saved, *restored) if s in first)
     moves = _gradient_moves(region, frozenset(in_place))
     found.hold((*saved, *{_key(v): v.gradient for v in region.sent if v.info.requires_grad}.values()))
     for i, step, move in zip(reversed(range(len(steps))), reversed(steps), moves, strict=True):
-        if i == back:
-            found.hold(restored)
+        found.hold(starts.get(i, ()))
         found.moment(f"backward of {step.name}", move.briefly)
         found.hold(move.passed)
         found.release((*move.used, *ends.get(i, ())))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from autoptd.layout.mesh import Mesh
+from autoptd.ops import offload as offloading
 from autoptd.parallel import Parallel
 from autoptd.runtime import torch_compile as compiled
 from autoptd.testing.parity import differences, train_in_lockstep
@@ -92,3 +93,18 @@ def test_a_class_is_compiled_once_and_a_ragged_microbatch_once_more() -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         assert made.train_step(share(name, 14)) == plain.train_step(share(name, 14))
     assert made.eval_step(share(name, 16)) == plain.eval_step(share(name, 16))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_compiled_blocks_save_goes_to_the_host(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs save their tensors through autograd, so that hooks around a block see them."""
+    moved, to_host = list[int](), offloading._to_host
+
+    def noted(x: Tensor) -> Tensor:
+        moved.append(len(x))
+        return to_host(x)
+
+    monkeypatch.setattr(offloading, "_to_host", noted)
+    made = of("nanogpt", Mesh(2, 2, 1), replace(BULK, recompute="offload", zero=zero))
+    found = train_in_lockstep(made, batches("nanogpt"))
+    assert graphs() and moved and not complaints("nanogpt", found, alone("nanogpt", "sgd"))

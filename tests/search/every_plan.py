@@ -91,10 +91,7 @@ class ChunkWays:
 
     def __init__(self, stage_cost: StageCost, run: tuple[int, int]) -> None:
         self.blocks = list(stage_cost.blocks.within(*run))
-        self.menus = [
-            [stage_cost.blocks.option(block, policy) for policy in stage_cost.blocks.policies_for(block)]
-            for block in self.blocks
-        ]
+        self.menus = [stage_cost.blocks.all_options(block, received=block[0] == run[0] > 0) for block in self.blocks]
         self.recompute_s, self.kept, self.peak = np.zeros(1), np.zeros(1), np.zeros(1)
         for menu in self.menus:
             kept, full, again = (np.array(x, dtype=float) for x in zip(*map(_of, menu), strict=True))

@@ -82,6 +82,47 @@ def test_no_rank_offloads_more_than_it_needs(gpt: autoptd.TracedModel) -> None:
             assert replace(best.memory[rank], optimizer=state.optimizer).needed > limit
 
 
+LINKED = {"to_bytes_per_s": 4e12, "from_bytes_per_s": 4e12}  # faster than to compute anything twice
+
+
+def policies(plan: Plan) -> set[str]:
+    return {policy for stage in plan.stages for policy in plan.policies(stage).values()}
+
+
+def test_activations_go_to_the_host_where_that_is_faster_than_to_compute_them_again(gpt: autoptd.TracedModel) -> None:
+    """All else is fixed. A slow link is worse than recomputation; a fast one is better, and recomputation is worse."""
+    fix = {"dp": 2, "tp": 1, "pp": 1, "micro": 32, "zero": 1, "offload": 0}
+    fast, slow, room = (
+        planned(gpt, gib, host=host, **fix) for gib, host in ((5.0, LINKED), (5.0, SLOW), (80.0, LINKED))
+    )
+    assert "offload" in policies(fast) and policies(slow) and "offload" not in policies(slow) and not policies(room)
+    assert fast.predicted.step_time_s < slow.predicted.step_time_s
+    assert fast.predicted.time_s["activation_copies"] > 0 and "activation_copies" not in slow.predicted.time_s
+    again = planned(gpt, 5.0, host=LINKED, **fix, recompute="full")
+    assert fast.predicted.step_time_s < again.predicted.step_time_s
+    assert any("activations of some blocks are in host memory" in note for note in fast.notes)
+
+
+def test_copies_take_their_bytes_by_the_rates_of_the_host(gpt: autoptd.TracedModel) -> None:
+    fix = {"dp": 2, "tp": 1, "pp": 1, "micro": 8, "zero": 1, "kernels": "eager"}
+    fixed, without = (planned(gpt, 80.0, host=LINKED, **fix, recompute=name) for name in ("offload", "none"))
+    slower = planned(gpt, 80.0, host={**LINKED, "from_bytes_per_s": 1e12}, **fix, recompute="offload")
+    copies_s, slower_s = (plan.predicted.time_s["activation_copies"] for plan in (fixed, slower))
+    assert fixed.predicted.step_time_s - without.predicted.step_time_s == pytest.approx(copies_s)
+    assert slower_s == pytest.approx(2.5 * copies_s), "one way takes four times as long"
+    moved = copies_s * 2e12 / fixed.schedule.microbatches
+    kept = without.predicted.memory[0]["activations"] - fixed.predicted.memory[0]["activations"]
+    assert kept * 0.98 <= moved <= kept * 1.02
+
+
+def test_what_a_stage_received_stays_on_the_device(gpt: autoptd.TracedModel) -> None:
+    """A stage in the middle of the model holds its input for each of four microbatches in flight, and no more."""
+    cuts = ["blocks.2", "blocks.4", "blocks.6"]
+    fix = {"dp": 1, "tp": 1, "pp": 4, "micro": 16, "schedule": "gpipe", "recompute": "offload", "cuts": cuts}
+    memory = planned(gpt, 80.0, world=4, **fix).predicted.memory
+    assert memory[1]["activations"] == memory[2]["activations"] == 4 * 16 * 256 * 1024 * 2
+
+
 def test_optimizers_of_whole_parameters_are_not_offloaded(gpt: autoptd.TracedModel) -> None:
     with pytest.raises(DoesNotFit):
         autoptd.plan(gpt, world=1, cluster=cluster(2.2), batch=64, optimizer="adafactor")
@@ -92,5 +133,5 @@ def test_a_plan_on_cpus_offloads_nothing(gpt: autoptd.TracedModel) -> None:
     small = local.model_copy(update={"device": local.device.model_copy(update={"memory_bytes": 2**30})})
     with pytest.raises(DoesNotFit):
         autoptd.plan(gpt, world=1, cluster=small, batch=64)
-    fixed = autoptd.plan(gpt, world=1, cluster="local", batch=2, fix={"offload": 0.5})
+    fixed = autoptd.plan(gpt, world=1, cluster="local", batch=2, fix={"offload": 0.5, "recompute": "offload"})
     assert any("it saves none" in note for note in fixed.notes)

@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "loss": ("auto", "kept", "in_place"),
     "memory": ("check", "ignore"),
     "permutation": ("fused", "added", "weighted", "twice"),
-    "recompute": ("auto", "none", "selective", "ops", "full"),
+    "recompute": ("auto", "none", "selective", "ops", "full", "offload"),
     "routing": ("balanced", "natural"),
     "schedule": tuple(SCHEDULES),
     "sends": ("whole", "slices"),
@@ -66,7 +66,7 @@ class SearchOptions(ExecutionOptions):
     stages         "balanced" by time, or "even" numbers of blocks
     memory         "check": refuse plans that do not fit; "ignore": predict them too
     headroom       share of a device's memory that the prediction leaves free, by default for its error
-    policies       of recomputation that blocks may choose from: "selective", "ops", "full"
+    policies       that blocks may choose from, of recomputation: "selective", "ops", "full"; or "offload" to the host
     starts         first segment of every stage but the first, if cut by hand; empty: the cut is searched
     uncut          segments that no stage may begin with
     cut_solver     of the cut into stages: "dynamic" programming, or the integer program ("ilp"); both find the optimum
@@ -81,7 +81,7 @@ class SearchOptions(ExecutionOptions):
     stages: str = "balanced"
     memory: str = "check"
     headroom: float = HEADROOM
-    policies: tuple[str, ...] = ("selective", "ops", "full")
+    policies: tuple[str, ...] = ("selective", "ops", "full", "offload")
     starts: tuple[int, ...] = ()
     uncut: frozenset[int] = frozenset()
     cut_solver: str = "dynamic"

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from autoptd.schedule import Alive
+from autoptd.search.meshes import AUTO, OFFLOAD, WITH_HOST
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.recompute_options import RecomputeFront, RecomputeOption, RecomputeOptions, undominated
 from autoptd.search.pipeline.stage_parameters import block_peak
@@ -29,8 +30,8 @@ class BlockCosts:
         self._wanted = chunks.candidate.recompute
         self._blocks = chunks.tensors.workbook.facts.blocks
         self._at = [at for at, block in enumerate(self._blocks) for _ in range(block.length)]  # by segment
-        self._options: dict[Kinds, RecomputeOptions] = {}
-        self.fronts: dict[tuple[tuple[tuple[Kinds, ...], ...], Alive], RecomputeFront] = {}  # by chunk and block
+        self._options: dict[tuple[Kinds, bool], RecomputeOptions] = {}
+        self.fronts: dict[tuple[tuple[tuple[tuple[Kinds, ...], bool], ...], Alive], RecomputeFront] = {}  # by chunk
 
     def within(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
         """Yield the segments of each block of a stage, or of the part of it inside the stage."""
@@ -40,25 +41,45 @@ class BlockCosts:
     def kinds_of(self, block: tuple[int, ...]) -> Kinds:
         return tuple(self.folded.segments[i].kind for i in block)
 
-    def options_of(self, block: tuple[int, ...]) -> RecomputeOptions:
-        """Return the recompute options of a block."""
-        kinds = self.kinds_of(block)
-        if kinds not in self._options:
-            self._options[kinds] = undominated([self.option(block, policy) for policy in self.policies_for(block)])
-        return self._options[kinds]
+    def options_of(self, block: tuple[int, ...], received: bool = False) -> RecomputeOptions:
+        """Return the recompute options of a block, without dominated ones; see `all_options`."""
+        key = self.kinds_of(block), received and self.offloads
+        if key not in self._options:
+            self._options[key] = undominated(self.all_options(block, received))
+        return self._options[key]
+
+    def all_options(self, block: tuple[int, ...], received: bool = False) -> list[RecomputeOption]:
+        """Return all recompute options of a block.
+
+        `received`: the block is the first of its stage, where the tensors that it received stay on the device.
+        """
+        found = [self.option(block, policy) for policy in self.policies_for(block)]
+        if not (received and self.offloads):
+            return found
+        segments = [self.folded.segments[i] for i in block]
+        held = block_peak(self.chunks.tensors, self.chunks.sharded, segments, "full", self.method).kept
+        return [w._replace(peak=w.peak.above(held)) if w.policy == OFFLOAD else w for w in found]
 
     def policies_for(self, block: tuple[int, ...]) -> tuple[str, ...]:
-        if self._wanted == "auto":
-            return (NONE, *self.method.policies)
+        if self._wanted in (AUTO, WITH_HOST):
+            with_host = self._wanted == WITH_HOST
+            return (NONE, *(policy for policy in self.method.policies if with_host or policy != OFFLOAD))
         return (self._wanted,) if self._repeats(block) else (NONE,)
 
     def option(self, block: tuple[int, ...], policy: str) -> RecomputeOption:
         segments = [self.folded.segments[i] for i in block]
         peak = block_peak(self.chunks.tensors, self.chunks.sharded, segments, policy, self.method)
-        return RecomputeOption(policy, self.recomputed_s(block, policy), peak)
+        return RecomputeOption(policy, sum(self.added_s(block, policy)), peak)
 
-    def recomputed_s(self, run: Sequence[int], policy: str) -> float:
-        return 0.0 if policy == NONE else sum(self.chunks.recompute_s(i, policy) for i in run)
+    def added_s(self, run: Sequence[int], policy: str) -> tuple[float, float]:
+        """Return the seconds that a policy adds to the passes of segments (forward, backward)."""
+        added = [(0.0, 0.0) if policy == NONE else self.chunks.added_s(i, policy) for i in run]
+        return sum(forward_s for forward_s, _ in added), sum(backward_s for _, backward_s in added)
+
+    @property
+    def offloads(self) -> bool:
+        """True if any block may be offloaded."""
+        return self._wanted in (OFFLOAD, WITH_HOST) and (self._wanted == OFFLOAD or OFFLOAD in self.method.policies)
 
     def _repeats(self, block: tuple[int, ...]) -> bool:
         """Return whether a block is in a repeated unit, or no unit is: a fixed policy applies to these blocks only."""

@@ -1,7 +1,7 @@
 """Time and memory of a run of segments on one rank: the cost of a pipeline stage or of one of its chunks.
 
-forward     kernels + tp collectives + exposed parameter all-gather (ZeRO-3)
-backward    like forward, + recomputation + gradient accumulation
+forward     kernels + tp collectives + exposed parameter all-gather (ZeRO-3) + copies of activations to the host
+backward    like forward, + recomputation, or copies back + gradient accumulation
 end         `search/step_end`
 
 Overlapped communication is hidden up to the duration of the compute, except for its first piece. While it runs, the
@@ -20,9 +20,10 @@ from autoptd.cost_models.memory import Memory, model_state
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.state_bytes import buffer_class, packed
-from autoptd.search.meshes import Copies
+from autoptd.search.constraints.options import SearchOptions
+from autoptd.search.meshes import OFFLOAD, Copies
 from autoptd.search.pipeline.messages import Messages
-from autoptd.search.pipeline.stage_parameters import Held
+from autoptd.search.pipeline.stage_parameters import Held, block_peak
 from autoptd.search.sharding.dispatch_cost import dispatched_s
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
 from autoptd.search.sharding.kind_cost import KindCost, exposed_s, price
@@ -80,13 +81,17 @@ class ChunkCosts(StepEnd):
 
     def chunk(self, first: int, last: int, policies: Mapping[int, str]) -> ChunkCost:
         """Return the cost of segments `first` to `last`; those in `policies` recompute under their policy."""
-        forward = backward = recompute = forward_tp = backward_tp = weight = statistics = 0.0
+        forward = backward = recompute = copies = forward_tp = backward_tp = weight = statistics = 0.0
         for i in range(first, last + 1):
             part = self._segment(i)
-            again = self.recompute_s(i, policies[i]) if i in policies else 0.0
-            forward, backward = forward + part.forward_s, backward + part.backward_s + again
+            there, again = self.added_s(i, policies[i]) if i in policies else (0.0, 0.0)
+            forward, backward = forward + part.forward_s + there, backward + part.backward_s + again
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
-            recompute, weight = recompute + again, weight + part.weight_s
+            if there:
+                copies += there + again
+            else:
+                recompute += again
+            weight += part.weight_s
             statistics += part.sharding_s
         backward += self._accumulation_s(self.numel(first, last))
         shared_f, shared_b = self._sharding_s(first, last, forward, backward)
@@ -98,6 +103,7 @@ class ChunkCosts(StepEnd):
             backward_tp,
             weight,
             shared_f + shared_b + statistics,
+            copies,
         )
 
     def least(self, segment: int) -> ChunkCost:
@@ -106,13 +112,33 @@ class ChunkCosts(StepEnd):
         mine = sum(numel for _, numel, _, frozen, is_first in self._parameters[segment] if is_first and not frozen)
         return replace(part, backward_s=part.backward_s + self._accumulation_s(mine))
 
-    def recompute_s(self, segment: int, policy: str) -> float:
-        """Return seconds of recomputation of a segment under a policy, with its cp communication."""
+    def added_s(self, segment: int, policy: str) -> tuple[float, float]:
+        """Return the seconds that a policy adds to the passes of a segment (forward, backward): of recomputation with
+        its cp communication, or of copies to the host and back, which nothing hides."""
+        if policy == OFFLOAD:
+            nbytes, host = self.offloaded_bytes(segment), self.cluster.device.host
+            return nbytes / host.to_bytes_per_s, nbytes / host.from_bytes_per_s
         cost = self.cost(segment)
         if policy not in cost.policy_s:
-            return self._segment(segment).forward_s - self._statistics_s(cost)
+            return 0.0, self._segment(segment).forward_s - self._statistics_s(cost)
         attends = any(work.attends for work in cost.work.recomputed[policy])
-        return cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
+        return 0.0, cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
+
+    def offloaded_bytes(self, segment: int) -> int:
+        """Return the bytes that a segment saves for backward and that "offload" moves to the host, per microbatch.
+
+        A tensor that several segments of a block save counts in each of them, although it is moved once.
+        """
+        kept = (
+            block_peak(self.tensors, self.sharded, [self.folded.segments[segment]], policy, self._gathered).kept
+            for policy in ("none", OFFLOAD)
+        )
+        return next(kept) - next(kept)
+
+    @cached_property
+    def _gathered(self) -> SearchOptions:
+        """The options under which offloaded blocks run, which re-gather nothing."""
+        return replace(self.method, gathers="kept")
 
     def _segment(self, segment: int) -> ChunkCost:
         """Return the cost of one segment without the terms that depend on the whole stage."""

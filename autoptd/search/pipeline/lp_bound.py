@@ -36,7 +36,8 @@ _FULL = 1e-6  # distance from a limit at which it counts as reached
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Seconds of a microbatch, bytes of state, and recompute `options`: (seconds, bytes saved for backward).
+    """Seconds of a microbatch, bytes of state, and recompute `options`: (seconds added to forward, to backward, bytes
+    saved for backward).
 
     `weight_s`: the part of `backward_s` that a schedule may split off; `reduce_s`: of gradients after the last
     microbatch."""
@@ -46,7 +47,7 @@ class BlockOptions:
     weight_s: float
     reduce_s: float
     state: float
-    options: tuple[tuple[float, float], ...]
+    options: tuple[tuple[float, float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,15 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
             work.append((stages, own_s := {}))
             for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
                 for i, part in enumerate((same.whole, *same.segments)):
-                    for recompute_s, kept in part.options:
+                    for there_s, again_s, kept in part.options:
                         some = program.variable(upper=same.count)
                         for share in own if i == 0 else own[i - 1 : i]:
                             share.append(some)
                         if i:
                             partial.append(some)
-                        if recompute_s:
+                        if there_s or again_s:
                             recomputed.append(some)
-                        passes = part.forward_s, part.backward_s + recompute_s, part.weight_s
+                        passes = part.forward_s + there_s, part.backward_s + again_s, part.weight_s
                         own_s[some] = part.forward_s + part.backward_s
                         reduce_s = part.reduce_s if path is not None else 0.0
                         busy[some] = (pipeline.microbatches * (passes[0] + passes[1]) + reduce_s) / len(group)

@@ -3,6 +3,7 @@
     none             all tensors that autograd saves are kept
     selective, ops   some of them are recomputed in backward                (passes/analysis/activations.py)
     full             the block's input is kept, everything else is recomputed
+    offload          what `none` keeps is in host memory; both passes wait for the copies
 
 With `alive` in-flight microbatches of each of its chunks, a rank holds
 
@@ -30,7 +31,7 @@ _COMPARED = 600  # choices of a chunk that are compared at a time, to leave out 
 
 
 class RecomputeOption(NamedTuple):
-    """A recompute policy for one block: the seconds that it adds to a backward pass, and its memory."""
+    """A recompute policy for one block: the seconds that it adds to both passes, and its memory."""
 
     policy: str
     recompute_s: float

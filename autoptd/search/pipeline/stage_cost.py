@@ -42,13 +42,15 @@ _Key = int  # of a run, by the names of its segments and by whether it starts at
 @dataclass(frozen=True)
 class SegmentRange:
     """Memory of a run of segments: upper bound of its state, bytes of gradients upcast for the step, and its blocks:
-    positions of their segments relative to the run's first, their kinds, and recompute options."""
+    positions of their segments relative to the run's first, their kinds, and recompute options. `received`: whether
+    the first of them received its inputs from another stage."""
 
     state: Memory
     upcast: int
     blocks: tuple[tuple[int, ...], ...]
     kinds: tuple[Kinds, ...]
     options: tuple[RecomputeOptions, ...]
+    received: bool
 
 
 class StageCost:
@@ -125,7 +127,7 @@ class StageCost:
         """Return the fastest recomputation that fits for a rank with these runs of segments, or None.
 
         `chunks`: number of chunks that each run stands for."""
-        key = tuple(span.kinds for span in spans), alive
+        key = tuple((span.kinds, span.received) for span in spans), alive
         if key not in self.blocks.fronts:
             self.blocks.fronts[key] = RecomputeFront([span.options for span in spans], alive)
         found = self.blocks.fronts[key].within(self._work_bytes(state, upcast, chunks))
@@ -199,12 +201,14 @@ class StageCost:
         key = self._key(first, last)
         if key not in self._spans:
             blocks = tuple(self.blocks.within(first, last))
+            received = [block[0] == first > 0 for block in blocks]
             self._spans[key] = SegmentRange(
                 self.chunks.state_at_most(first, last),
                 self.chunks.update_bytes([(first, last)]),
                 tuple(tuple(i - first for i in block) for block in blocks),
                 tuple(self.blocks.kinds_of(block) for block in blocks),
-                tuple(self.blocks.options_of(block) for block in blocks),
+                tuple(self.blocks.options_of(*both) for both in zip(blocks, received, strict=True)),
+                first > 0,
             )
         return self._spans[key]
 
@@ -240,7 +244,7 @@ class StageCost:
         base = np.array([cost.forward_s + cost.backward_s for cost in self._singles])
         for same in self.blocks.alike:
             policy = self.blocks.options_of(same[0])[0].policy
-            again = [self.blocks.recomputed_s((i,), policy) for i in same[0]]
+            again = [sum(self.blocks.added_s((i,), policy)) for i in same[0]]
             for block in same if any(again) else ():
                 base[list(block)] += again
         return base
@@ -249,6 +253,8 @@ class StageCost:
     def forward_share(self) -> float:
         """Upper bound on the share of the shorter pass in the seconds of any stage."""
         if self.candidate.zero >= 2:  # gathers and reductions depend on the whole stage
+            return 0.5
+        if self.blocks.offloads:  # copies make the shorter pass longer too
             return 0.5
         both = ((part.forward_s, part.forward_s + part.backward_s) for part in self._singles)
         return min(0.5, max((forward_s / total_s for forward_s, total_s in both if total_s), default=0.5))
@@ -273,7 +279,7 @@ class StageCost:
         whole = {option.policy: option.peak.kept for option in self.blocks.options_of(block)} if len(block) > 2 else {}
         chosen = tuple(
             (
-                self.blocks.recomputed_s(run, option.policy),
+                *self.blocks.added_s(run, option.policy),
                 min(option.peak.kept, share * whole.get(option.policy, math.inf)) * (1 + FRAGMENTATION_LEAST),
             )
             for option in self.blocks.options_of(run)

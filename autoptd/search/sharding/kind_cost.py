@@ -86,6 +86,7 @@ class ChunkCost:
     backward_tp_s: float = 0.0
     weight_s: float = 0.0  # parameter gradients (W), which a schedule may defer
     sharding_s: float = 0.0  # exposed communication of sharded parameters and gradients
+    copies_s: float = 0.0  # of activations to the host and back
 
 
 def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindCost:

@@ -169,7 +169,7 @@ def _assigned(statement: ast.stmt) -> Iterator[str]:
     if not isinstance(statement, ast.Assign):
         return
     called = statement.value.func if isinstance(statement.value, ast.Call) else None
-    if isinstance(called, ast.Name) and called.id in ("block", "recompute"):
+    if isinstance(called, ast.Name) and called.id in ("block", "offload", "recompute"):
         return
     for target in statement.targets:
         names = target.elts if isinstance(target, ast.Tuple) else [target]

@@ -365,14 +365,14 @@ def random_shared(seed: int) -> Shared:
     edges = sorted(rng.sample(range(1, len(parts)), count - 1))
     cuts = tuple(zip((0, *edges), (e - 1 for e in (*edges, len(parts))), strict=True))
     ways = [rng.choice(part.options) for part in parts]
-    segments = tuple((p.forward_s, p.backward_s + w[0], p.weight_s) for p, w in zip(parts, ways, strict=True))
+    segments = tuple((p.forward_s + w[0], p.backward_s + w[1], p.weight_s) for p, w in zip(parts, ways, strict=True))
     counted = [alive_of(rank, ranks, m, schedule, virtual) for rank in range(ranks)]
     alive = tuple(map(relax.in_flight, counted))
     route = route_of(schedule, ranks, virtual)
     held = []
     for rank, each in enumerate(counted):
         mine = [list(_slice(parts, ways, i, j)) for i, j in route.of(cuts, rank)]
-        kept = [sum(n * sum(w[1] for _, w in own) for n, own in zip(row, mine, strict=True)) for row in each.rows]
+        kept = [sum(n * sum(w[2] for _, w in own) for n, own in zip(row, mine, strict=True)) for row in each.rows]
         held.append(sum(p.state for own in mine for p, _ in own) + max(kept) / each.parts)
     budget_bytes = max(held) * rng.choice([1.0, 1.0, 1.3])
     blocks = tuple(
@@ -386,7 +386,7 @@ def random_shared(seed: int) -> Shared:
     return Shared(pipeline, present, run, max(held) <= budget_bytes)
 
 
-def _slice(parts: Sequence[BlockOptions], ways: Sequence[tuple[float, float]], i: int, j: int) -> Iterator[Any]:
+def _slice(parts: Sequence[BlockOptions], ways: Sequence[tuple[float, float, float]], i: int, j: int) -> Iterator[Any]:
     return zip(parts[i : j + 1], ways[i : j + 1], strict=True)
 
 
@@ -395,15 +395,16 @@ def _part(rng: random.Random) -> BlockOptions:
     backward = forward * rng.uniform(1.0, 2.5)
     weight = backward * rng.choice([0.0, 0.5, 1.0])
     reduction, state = rng.choice([0.0, 1.0, 10.0]), rng.uniform(0, 5)
-    options = (0.0, kept), (forward, rng.uniform(0, kept))
+    copied = rng.uniform(0.1, 3)  # to the host and back
+    options = (0.0, 0.0, kept), (0.0, forward, rng.uniform(0, kept)), (copied, copied * rng.uniform(0.5, 2), 0.0)
     return BlockOptions(forward, backward, weight, reduction, state, options)
 
 
 def _together(parts: Sequence[BlockOptions]) -> BlockOptions:
     """Merge segments into one block with all combinations of their options, so that it covers every cut."""
-    ways = [(0.0, 0.0)]
+    ways = [(0.0, 0.0, 0.0)]
     for part in parts:
-        ways = [(a + seconds, b + kept) for a, b in ways for seconds, kept in part.options]
+        ways = [(a + there, b + again, c + kept) for a, b, c in ways for there, again, kept in part.options]
     names = "forward_s", "backward_s", "weight_s", "reduce_s", "state"
     return BlockOptions(*(sum(getattr(p, name) for p in parts) for name in names), tuple(ways))
 
@@ -423,7 +424,7 @@ def test_the_relaxation_is_not_above_any_cut() -> None:
 
 def test_the_relaxation_sees_memory() -> None:
     """Two stages of two blocks, which save 10 for each of 2 and 1 microbatches: 40 + 20 in all."""
-    part = BlockOptions(1.0, 2.0, 0.0, 0.0, 0.0, ((0.0, 10.0), (1.0, 0.0)))
+    part = BlockOptions(1.0, 2.0, 0.0, 0.0, 0.0, ((0.0, 0.0, 10.0), (0.0, 1.0, 0.0)))
     pipeline = Pipeline("1f1b", 8, 1, (((2.0,),), ((1.0,),)), (0, 0), (40.0, 40.0))
 
     def bound(budget_bytes: float) -> float:
@@ -441,7 +442,7 @@ def test_the_relaxation_sees_memory() -> None:
 
 def test_the_relaxation_counts_the_reduction_of_the_first_rank() -> None:
     """The first rank ends last, so that its reduction follows all passes, however few blocks it has."""
-    part = BlockOptions(1.0, 2.0, 0.0, 6.0, 0.0, ((0.0, 0.0),))
+    part = BlockOptions(1.0, 2.0, 0.0, 6.0, 0.0, ((0.0, 0.0, 0.0),))
     line = Pipeline("1f1b", 8, 1, (((2.0,),), ((1.0,),)), (0, 0), (math.inf, math.inf))
     found, without = (relaxed_bound([[Blocks(4, b)]], line).seconds for b in (part, replace(part, reduce_s=0.0)))
     even = Run("1f1b", 2, 1, 8, ((1.0, 2.0, 0.0),) * 4, ((0, 1), (2, 3)), reductions=(6.0,) * 4)
@@ -451,7 +452,8 @@ def test_the_relaxation_counts_the_reduction_of_the_first_rank() -> None:
 def test_the_relaxation_is_no_worse_than_the_bound_of_all_cuts() -> None:
     for m, p in ((4, 2), (8, 4), (16, 4), (3, 8)):
         pipeline = Pipeline("1f1b", m, 1, tuple(((float(k),),) for k in range(p, 0, -1)), (0,) * p, (math.inf,) * p)
-        found = relaxed_bound([[Blocks(3 * p, BlockOptions(1.0, 2.0, 0.0, 0.0, 0.0, ((0.0, 1.0),)))]], pipeline).seconds
+        part = BlockOptions(1.0, 2.0, 0.0, 0.0, 0.0, ((0.0, 0.0, 1.0),))
+        found = relaxed_bound([[Blocks(3 * p, part)]], pipeline).seconds
         assert found >= even_bound_s(9.0 * p, "1f1b", p, m, 1, 1 / 3) * (1 - 1e-6)
         assert found <= even("1f1b", p, m).seconds() * 3 * SLACK
 
