@@ -9,8 +9,8 @@ Each of these three turns is ordered by the best lower bound that is known. Unle
 early after `_TRIES` simulations without a better plan. So does, in the second and third turn, a group of candidates
 that are alike, since few that follow are better than those before them:
 
-    group of a mesh and schedule        any number of chunks per rank, offload and splits
-    group of a number of chunks         any offload and splits
+    group of a mesh and schedule        any number of chunks per rank, and any of what a number of chunks leaves open
+    group of a number of chunks         any offload, splits and recomputation
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CandidateQueue:
 
 
 def _groups(c: Candidate) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    mesh = c.dp, c.tp, c.pp, c.cp, c.micro, c.ep, c.etp, c.zero, c.shards, c.recompute, c.pools, c.schedule
+    mesh = c.dp, c.tp, c.pp, c.cp, c.micro, c.ep, c.etp, c.zero, c.shards, c.pools, c.schedule
     return mesh, (*mesh, c.virtual)
 
 

@@ -6,11 +6,12 @@ They depend on the splits, ep and cp, and on the type of device: candidates that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 
+from autoptd.cost_models.memory import FRAGMENTATION_LEAST
 from autoptd.schedule import Alive
 from autoptd.search.meshes import AUTO, OFFLOAD, WITH_HOST
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
@@ -20,6 +21,7 @@ from autoptd.search.pipeline.windows import Floats, Ints
 
 NONE = "none"
 Kinds = tuple[str, ...]  # of a block's segments
+Relaxed = tuple[tuple[int, ...], tuple[tuple[float, float, float], ...]]  # segments, and options as in `BlockOptions`
 
 
 class BlockCosts:
@@ -95,6 +97,33 @@ class BlockCosts:
         for block in self.within(0, len(self.chunks.names) - 1):
             alike.setdefault(tuple(self.chunks.names[i] for i in block), []).append(block)
         return list(alike.values())
+
+    @cached_property
+    def relaxed(self) -> list[list[Relaxed]]:
+        """For each of `alike`, its block and then the segments of it, if it has several, with their options for the
+        linear relaxation of `search/pipeline/lp_bound.py`.
+
+        In a block of three or more, two segments may keep less together than alone: one counts as its share at most.
+        """
+        found = []
+        for block, *_ in self.alike:
+            most = [max(option.peak.kept for option in self.options_of((i,))) for i in block]
+            whole = {option.policy: option.peak.kept for option in self.options_of(block)} if len(block) > 2 else {}
+            parts = [self._relaxed(block, {})]
+            for i, n in zip(block, most, strict=True) if len(block) > 1 else ():
+                parts.append(self._relaxed((i,), {name: kept * n / max(1, sum(most)) for name, kept in whole.items()}))
+            found.append(parts)
+        return found
+
+    def _relaxed(self, run: tuple[int, ...], at_most: Mapping[str, float]) -> Relaxed:
+        """Return segments with their options: seconds added to forward, to backward, and the bytes kept."""
+        return run, tuple(
+            (
+                *self.added_s(run, option.policy),
+                min(option.peak.kept, at_most.get(option.policy, math.inf)) * (1 + FRAGMENTATION_LEAST),
+            )
+            for option in self.options_of(run)
+        )
 
     @cached_property
     def kept(self) -> tuple[Floats, Floats]:

@@ -263,27 +263,12 @@ class StageCost:
     def relaxed(self) -> list[Blocks]:
         """The blocks for the linear relaxation of `search/pipeline/lp_bound.py`."""
         found = []
-        for same in self.blocks.alike:
-            block = same[0]
-            most = [max(option.peak.kept for option in self.blocks.options_of((i,))) for i in block]
-            shares = [n / max(1, sum(most)) for n in most]
-            segments = zip(block, shares, strict=True) if len(block) > 1 else ()
-            found.append(Blocks(len(same), self._part(block), tuple(self._part((i,), block, x) for i, x in segments)))
+        for same, parts in zip(self.blocks.alike, self.blocks.relaxed, strict=True):
+            whole, *segments = [self._part(run, options) for run, options in parts]
+            found.append(Blocks(len(same), whole, tuple(segments)))
         return found
 
-    def _part(self, run: tuple[int, ...], block: tuple[int, ...] = (), share: float = 1.0) -> BlockOptions:
-        """Return the relaxed options of a block, or of the segment `run` of `block`.
-
-        In a block of three or more, two segments may keep less together than alone: one counts as its `share` at most.
-        """
-        whole = {option.policy: option.peak.kept for option in self.blocks.options_of(block)} if len(block) > 2 else {}
-        chosen = tuple(
-            (
-                *self.blocks.added_s(run, option.policy),
-                min(option.peak.kept, share * whole.get(option.policy, math.inf)) * (1 + FRAGMENTATION_LEAST),
-            )
-            for option in self.blocks.options_of(run)
-        )
+    def _part(self, run: tuple[int, ...], options: Sequence[tuple[float, float, float]]) -> BlockOptions:
         singles = [self._singles[i] for i in run]
         return BlockOptions(
             sum(part.forward_s for part in singles),
@@ -291,5 +276,5 @@ class StageCost:
             sum(part.weight_s for part in singles),
             sum(self._reductions_s[i] for i in run),
             float(sum(self.state[i] for i in run)),
-            chosen[:1] if self.limit == math.inf else chosen,
+            tuple(options[:1] if self.limit == math.inf else options),
         )
