@@ -83,7 +83,14 @@ class Case(_RecordPart):
             case "attention":
                 sizes = (self.m, self.n, self.k, self.batch)
                 return OpWork(
-                    "attention", self.flops, self.nbytes, self.dtype, *sizes, causal=True, backward=self.backward
+                    "attention",
+                    self.flops,
+                    self.nbytes,
+                    self.dtype,
+                    *sizes,
+                    causal=True,
+                    backward=self.backward,
+                    implementation="torch",
                 )
             case "memory":
                 return OpWork("memory", 0.0, self.nbytes, self.dtype)

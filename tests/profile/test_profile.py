@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import autoptd.cli.main as cli
-from autoptd.cost_models.cluster import Cluster, Device, Link, Peaks, Sustained
+from autoptd.cost_models.cluster import AttentionRates, Cluster, Device, Link, Peaks, Sustained
 from autoptd.errors import ClusterError
 from autoptd.profile.budget import spend
 from autoptd.profile.cases import network_series, op_series
@@ -117,6 +117,18 @@ def test_other_constants_give_other_answers():
     assert found["k"] == pytest.approx(300, rel=0.05)
     assert found["rate 0"] == pytest.approx(true["rate 0"] / 2, rel=0.03)
     assert found["rate 1"] == pytest.approx(true["rate 1"], rel=0.03)
+
+
+def test_starts_of_attention_are_found():
+    rates = AttentionRates(forward=0.5, backward=0.4, head_overhead=48, start=160, backward_start=440)
+    device = DEVICE.model_copy(update={"attention": {"torch": rates}})
+    fitted = fit(record(TRUE.model_copy(update={"device": device}))).device
+    found, peaks = fitted.attention["torch"], [d.matmul_flops_per_s.bf16 for d in (device, fitted)]
+    assert [x * peaks[1] for x in (found.forward, found.backward)] == pytest.approx(
+        [0.5 * peaks[0], 0.4 * peaks[0]], rel=0.05
+    )
+    assert (found.head_overhead, found.start, found.backward_start) == pytest.approx((48, 160, 440), rel=0.05)
+    assert "24 shapes" in found.source
 
 
 def test_noise_and_outliers_do_not_move_it():
