@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from autoptd.cost_models.cluster import AttentionRates, Cluster, Device, Peaks, Sustained
+from autoptd.cost_models.cluster import AttentionRates, Cluster, Device, HostMemory, Peaks, Sustained
 from autoptd.cost_models.op_time import op_s
 from autoptd.errors import ClusterError
 from autoptd.profile.links import fit_levels
@@ -23,6 +23,7 @@ _LIKE = {"bf16": "fp16", "fp16": "bf16", "fp64": "fp32", "fp32": "fp64"}
 _K_OVERHEADS = (0.0, *(2.0**i for i in range(3, 12)))  # steps along k
 _HEAD_OVERHEADS = (0.0, *(2.0**i for i in range(8)))  # elements of a head
 _STARTS = (0.0, *(2.0**i for i in range(4, 11)))  # of a tile of attention, in keys or queries
+HOST_RATES = {"to_host": "to_bytes_per_s", "from_host": "from_bytes_per_s", "step": "step_bytes_per_s"}
 _BEYOND_CACHE = 2.0  # least bytes of a memory-bound op in units of the cache: smaller ops partly hit it
 
 
@@ -58,7 +59,21 @@ def _device(record: ProfileRecord, known: Cluster | None) -> Device:
     )
     with_memory = _with_memory(first, record, known.device if known else None)
     with_matmul = _with_matmul(with_memory, record, known.device if known else None)
-    return _with_attention(with_matmul, record)
+    return _with_attention(with_matmul, record).model_copy(update={"host": _host(record, known)})
+
+
+def _host(record: ProfileRecord, known: Cluster | None) -> HostMemory:
+    """Return the rates of the largest copies and updates; those of a shipped cluster where none were measured."""
+    largest = {point.case.op: point for point in sorted(record.of("host"), key=lambda point: point.case.nbytes)}
+    host = known.device.host if known else HostMemory()
+    if not largest or record.kind != "cuda":
+        return host if record.kind == "cuda" else HostMemory()
+    rates = {HOST_RATES[op]: rounded(point.case.nbytes / point.seconds) for op, point in largest.items()}
+    ranks = f"{record.node_ranks} ranks of a node at once" if record.node_ranks > 1 else "one rank"
+    source = f"{record.origin}: pinned copies and AdamW on the host, {ranks}"
+    if rest := HOST_RATES.keys() - largest.keys():
+        source += f"; not measured: {', '.join(sorted(rest))}"
+    return host.model_copy(update={**rates, "source": source})
 
 
 def _with_memory(device: Device, record: ProfileRecord, known: Device | None) -> Device:
