@@ -279,29 +279,43 @@ def optimizer_step_bytes(shard_numel: int, *, precision: str, optimizer: str, ke
     return shard_numel * (3 * main + (main + compute if compute != main else 0)) + 2 * main * state
 
 
-def step_gradient_bytes(shard_numel: int, precision: str, gradients: str, zero: int) -> int:
+def step_gradient_bytes(shard_numel: int, precision: str, gradients: str, zero: int, by_hand: bool = False) -> int:
     """Return the bytes that kernels on reduced gradients read and write before the optimizer: their norm, and their
     scaling by the clip coefficient; in fp16, their division by the loss scale; of gradients in the compute type, which
-    ZeRO 3 does not keep, a copy in the main type, and its rounding back after the step."""
+    ZeRO 3 does not keep, a copy in the main type, and its rounding back after the step.
+
+    `by_hand`: one kernel divides and copies, and nothing is rounded back (Apex, multi_tensor_scale; quoted from
+    memory)."""
     main, compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
+    narrow = gradients == "compute" and zero < 3 and compute != main
     moved = 3 * main
-    if precision == "fp16":
+    if precision == "fp16" and not (by_hand and narrow):
         moved += 2 * main
-    if gradients == "compute" and zero < 3 and compute != main:
-        moved += 2 * (compute + main)
+    if narrow:
+        moved += (1 if by_hand else 2) * (compute + main)
     return moved * shard_numel
 
 
 def accumulation_bytes(
-    numel: int, precision: str, gradients: str, zero: int = 0, microbatches: int = 1, shards: int = 1
+    numel: int,
+    precision: str,
+    gradients: str,
+    zero: int = 0,
+    microbatches: int = 1,
+    shards: int = 1,
+    by_hand: bool = False,
 ) -> float:
     """Return the average bytes that adding the gradients of one of a step's microbatches to the buffer moves.
 
     A gradient is read in the compute type; the first of a step is copied to the buffer, later ones are added. With ZeRO
-    2 and 3 each is copied to a bucket, whose reduced shard is copied or added to the step's.
+    2 and 3 each is copied to a bucket, whose reduced shard is copied or added to the step's. `by_hand`: products add to
+    gradients in the main type (Megatron-LM, gradient accumulation fusion), and autograd keeps the first of those in the
+    compute type without a copy.
     """
     compute, main = COMPUTE_BYTES[precision], MAIN_BYTES[precision]
     width, added = compute if gradients == "compute" else main, 2 - 1 / microbatches
+    if by_hand:
+        return 0.0 if gradients == "main" else numel * (1 - 1 / microbatches) * (compute + 2 * width)
     if zero < 2:
         return numel * (compute + added * width)
     held = main if zero == 3 else width

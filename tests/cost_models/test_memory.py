@@ -107,6 +107,9 @@ def test_bytes_of_reduced_gradients():
     # a copy in float32 (2 + 4), and back (4 + 2); ZeRO 3 has float32 shards
     assert step_gradient_bytes(10, "bf16", "compute", 2) == 240
     assert step_gradient_bytes(10, "bf16", "compute", 3) == 120
+    # by hand one kernel divides and copies (2 + 4)
+    assert step_gradient_bytes(10, "fp16", "compute", 1, by_hand=True) == 180
+    assert step_gradient_bytes(10, "fp16", "main", 1, by_hand=True) == 200
 
 
 def test_bytes_of_accumulation():
@@ -114,6 +117,9 @@ def test_bytes_of_accumulation():
     assert accumulation_bytes(10, "bf16", "main") == 60
     assert accumulation_bytes(10, "bf16", "main", 1, 2) == pytest.approx((60 + 100) / 2)
     assert accumulation_bytes(10, "bf16", "compute", 1, 2) == pytest.approx((40 + 60) / 2)
+    # by hand products add, or the first gradient stays where autograd left it
+    assert accumulation_bytes(10, "bf16", "main", 1, 2, by_hand=True) == 0
+    assert accumulation_bytes(10, "bf16", "compute", 1, 2, by_hand=True) == pytest.approx(60 / 2)
     # ZeRO 2 on 5 ranks: a bucket for each microbatch (6); its shard is read (4), copied (4) or added (8)
     assert accumulation_bytes(10, "bf16", "main", 2, 2, 5) == pytest.approx(60 + 2 * (8 + 12) / 2)
     # ZeRO 3 keeps shards in float32, whatever is reduced

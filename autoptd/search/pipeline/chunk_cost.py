@@ -192,13 +192,10 @@ class ChunkCosts(StepEnd):
         return exposed_s(comm_s, cost.attention_s, ranks)
 
     def _accumulation_s(self, numel: int) -> float:
-        """Return seconds of adding a microbatch's gradients to the buffer; 0 if products by hand accumulate."""
-        c = self.candidate
-        if self.method.kernels == "fused" and self.method.gradients == "main":
-            return 0.0
-        nbytes = accumulation_bytes(
-            numel, self.precision, self.method.gradients, c.zero, c.microbatches, self.copies[0].shards
-        )
+        """Return seconds of adding a microbatch's gradients to the buffer."""
+        c, method = self.candidate, self.method
+        sizes = c.zero, c.microbatches, self.copies[0].shards
+        nbytes = accumulation_bytes(numel, self.precision, method.gradients, *sizes, method.kernels == "fused")
         return memory_s(self.cluster.device, nbytes)
 
     def _sharding_s(self, first: int, last: int, forward_s: float, backward_s: float) -> tuple[float, float]:

@@ -280,7 +280,8 @@ class CandidateBounds:
         task, cluster = self.task, self.task.cluster
         parts = [(numel / (c.tp * c.pp), copies) for numel, copies in self.memory.parts(c)]
         own = int(sum(numel / copies.shards for numel, copies in parts))
-        before = step_gradient_bytes(own, task.precision, self.method.gradients, c.zero)
+        by_hand = self.method.kernels == "fused"
+        before = step_gradient_bytes(own, task.precision, self.method.gradients, c.zero, by_hand)
         update_s = memory_s(cluster.device, before)
         if c.offload:
             share = min(self.method.offload, default=c.offload)  # of the rank with least, where ranks have their own

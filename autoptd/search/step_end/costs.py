@@ -129,7 +129,9 @@ class StepEnd(ChunkParameters):
         device = self.cluster.device
         here_s = memory_s(device, nbytes) + self.whole_s(load)
         there_s = host_update_s(device, on_host, self.precision, self.optimizer)
-        before = step_gradient_bytes(shard, self.precision, self.method.gradients, self.candidate.zero)
+        method = self.method
+        by_hand = method.kernels == "fused"
+        before = step_gradient_bytes(shard, self.precision, method.gradients, self.candidate.zero, by_hand)
         return memory_s(device, before) + max(here_s, there_s)
 
     def host_numel(self, runs: list[tuple[int, int]]) -> int:
