@@ -74,10 +74,14 @@ class Sustained(_ClusterPart):
 
 
 class AttentionRates(_ClusterPart):
-    """Fractions of the matmul peak that one implementation of fused attention sustains."""
+    """Fractions of the matmul peak that one implementation of fused attention sustains, and its tiles' start."""
 
     forward: Fraction
     backward: Fraction
+    head_overhead: Overhead | None = None  # None: the device's
+    start: Overhead = 0.0  # of a tile of the forward pass, in keys
+    backward_start: Overhead = 0.0  # of a tile of the backward pass, in queries
+    rows: Annotated[Processors, Field(gt=0)] = 128  # queries of a tile of the forward pass
     source: str = ""
 
 
@@ -114,7 +118,7 @@ class Device(_ClusterPart):
     fp8_sustained: Sustained | None = None  # of products in fp8; None: the fraction of the others
     attention_sustained: Sustained = Sustained()  # forward
     attention_backward_sustained: Sustained | None = None  # None: as forward
-    attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # other implementations, by name
+    attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # implementations by name
     memory_sustained: Sustained = Sustained()
     rows_sustained: Sustained | None = None  # by kernels that need whole rows (softmax, norms); None: as by others
     additions_per_s: Rate | None = None  # of elements that are added up by index; None: as fast as they are read

@@ -268,19 +268,58 @@ def model_state(
 def optimizer_step_bytes(shard_numel: int, *, precision: str, optimizer: str, kept: int | None = None) -> int:
     """Return the bytes that one optimizer step reads and writes for the elements that this rank updates.
 
-    It reads gradient, main parameter and state; it writes main parameter, state and, if separate, the compute copy.
-    `kept`: elements of state, by default the moments of each element.
+    It reads gradient, main parameter and state, and writes main parameter and state. If the compute copy is separate,
+    another kernel reads the main parameter again and writes the copy. `kept`: elements of state, by default the moments
+    of each element.
     """
     _known("precision", precision, COMPUTE_BYTES)
     _known("optimizer", optimizer, MOMENTS)
     main, compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
     state = MOMENTS[optimizer] * shard_numel if kept is None else kept
-    return shard_numel * (3 * main + (compute if compute != main else 0)) + 2 * main * state
+    return shard_numel * (3 * main + (main + compute if compute != main else 0)) + 2 * main * state
 
 
-def clip_bytes(shard_numel: int, precision: str) -> int:
-    """Return the bytes that clipping gradients reads and writes before: their norm, and their scaling."""
-    return 3 * MAIN_BYTES[precision] * shard_numel
+def step_gradient_bytes(shard_numel: int, precision: str, gradients: str, zero: int, by_hand: bool = False) -> int:
+    """Return the bytes that kernels on reduced gradients read and write before the optimizer: their norm, and their
+    scaling by the clip coefficient; in fp16, their division by the loss scale; of gradients in the compute type, which
+    ZeRO 3 does not keep, a copy in the main type, and its rounding back after the step.
+
+    `by_hand`: one kernel divides and copies, and nothing is rounded back (Apex, multi_tensor_scale; quoted from
+    memory)."""
+    main, compute = MAIN_BYTES[precision], COMPUTE_BYTES[precision]
+    narrow = gradients == "compute" and zero < 3 and compute != main
+    moved = 3 * main
+    if precision == "fp16" and not (by_hand and narrow):
+        moved += 2 * main
+    if narrow:
+        moved += (1 if by_hand else 2) * (compute + main)
+    return moved * shard_numel
+
+
+def accumulation_bytes(
+    numel: int,
+    precision: str,
+    gradients: str,
+    zero: int = 0,
+    microbatches: int = 1,
+    shards: int = 1,
+    by_hand: bool = False,
+) -> float:
+    """Return the average bytes that adding the gradients of one of a step's microbatches to the buffer moves.
+
+    A gradient is read in the compute type; the first of a step is copied to the buffer, later ones are added. With ZeRO
+    2 and 3 each is copied to a bucket, whose reduced shard is copied or added to the step's. `by_hand`: products add to
+    gradients in the main type (Megatron-LM, gradient accumulation fusion), and autograd keeps the first of those in the
+    compute type without a copy.
+    """
+    compute, main = COMPUTE_BYTES[precision], MAIN_BYTES[precision]
+    width, added = compute if gradients == "compute" else main, 2 - 1 / microbatches
+    if by_hand:
+        return 0.0 if gradients == "main" else numel * (1 - 1 / microbatches) * (compute + 2 * width)
+    if zero < 2:
+        return numel * (compute + added * width)
+    held = main if zero == 3 else width
+    return numel * (compute + width + (width + added * held) / shards)
 
 
 # ---- in flight ----

@@ -10,8 +10,20 @@ as `k_overhead` steps. If tiles are few and K is long, K is cut too (split-K), a
 
 The time of its bytes is a lower bound. The fastest (tile, splits) is taken, as a tuned library does. Operands of 16
 bits whose rows have an odd number of elements, such as logits over 50,257 words, cannot be loaded 16 bytes at a time:
-they take slow kernels (`ODD_FLOPS_PER_S`). Fused attention (Dao 2023, FlashAttention-2) computes blocks of 128
-queries; under a causal mask it skips blocks above the diagonal.
+they take slow kernels (`ODD_FLOPS_PER_S`).
+
+Fused attention (Dao 2023, FlashAttention-2, sections 3.1 and 3.2) has a tile for each head and block of queries, which
+goes over the keys, and in the backward pass for each head and block of keys, which goes over the queries. A tile is on
+one multiprocessor, so few heads × samples × blocks leave others idle. With n tiles that go over s keys on average, of
+which the longest goes over l, on M multiprocessors, and starting takes as long as o keys:
+
+    t = ceil(n / M) · (s + o)                     tiles are equal: they run in waves
+    t = max(n / M · (s + o), l + o)               a causal mask: blocks above the diagonal are skipped, and the longest
+                                                  tiles come first (Shah et al. 2024, FlashAttention-3; Zadouri et al.
+                                                  2026, FlashAttention-4), so that all multiprocessors end together
+
+in units of the time of a tile's step over one key.
+
 Elements that are added up by index (`index_add`, `scatter_add`, the gradient of indexing) take an atomic operation
 each, whatever their size: a kernel takes added / `additions_per_s` at least (`memory_kernel_s`).
 
@@ -24,7 +36,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autoptd.cost_models.cluster import Device
+from autoptd.cost_models.cluster import AttentionRates, Device
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes
 
 KINDS = ("matmul", "attention", "memory", "rows")
@@ -56,7 +68,8 @@ class OpWork:
     kernels; the host dispatches the op once, and each kernel takes `launch_s`. `groups`: "m" or "k" if the product is
     grouped: the extent that counts the rows of each of its `batch` matrices. `place`: "experts" for ops on rows
     of experts, "ahead" for those that order rows for experts, "behind" for those that restore the order of rows behind
-    experts, or add up those of a token. `added`: elements that are added up by index, and `counted` the bytes
+    experts, or add up those of a token. `rows`: queries and keys of each kernel of attention that runs in several.
+    `added`: elements that are added up by index, and `counted` the bytes
     that they move if another kernel's `nbytes` has them: their additions then take what is left of their time. `odd`:
     rows of an operand or of the result of a product have an odd number of elements.
     """
@@ -76,6 +89,7 @@ class OpWork:
     part: str = ""
     groups: str = ""
     place: str = ""
+    rows: int = 0
     added: float = 0.0
     counted: float = 0.0
     odd: bool = False
@@ -124,20 +138,46 @@ def _best_tiling(
 
 def attention_s(device: Device, work: OpWork) -> float:
     """Return the seconds of fused attention, without launch: flops of its matmuls, bytes of q, k, v and output only."""
-    rates = device.attention.get(work.implementation)
-    if rates:
-        fraction = rates.backward if work.backward else rates.forward
-    else:
-        backward = device.attention_backward_sustained if work.backward else None
-        fraction = (backward or device.attention_sustained).fraction
+    rates = device.attention.get(work.implementation) or _usual_rates(device)
     flops = work.flops
     if work.m and work.n and work.k:
+        share = 1.0
         if work.causal:  # blocks on and below the diagonal
-            blocks = -(-max(work.m, work.n) // ATTENTION_BLOCK)
-            flops *= (blocks + 1) / (2 * blocks)
-        flops *= 1 + device.head_overhead / work.k
+            blocks = -(-max(work.m, work.n) // (ATTENTION_BLOCK if work.backward else rates.rows))
+            share = (blocks + 1) / (2 * blocks)
+        overhead = device.head_overhead if rates.head_overhead is None else rates.head_overhead
+        flops *= share * (1 + overhead / work.k) * _tiles_slowdown(device.multiprocessors, work, rates, share)
+    fraction = rates.backward if work.backward else rates.forward
     compute_s = flops / (device.matmul_flops_per_s.of(work.dtype) * fraction)
     return max(compute_s, memory_s(device, work.nbytes))
+
+
+def _usual_rates(device: Device) -> AttentionRates:
+    """Return the rates of implementations of fused attention that the device does not name."""
+    forward, backward = device.attention_sustained, device.attention_backward_sustained or device.attention_sustained
+    # not validated, since it is called for every kernel
+    return AttentionRates.model_construct(forward=forward.fraction, backward=backward.fraction)
+
+
+def _tiles_slowdown(multiprocessors: int | None, work: OpWork, rates: AttentionRates, share: float) -> float:
+    """Return the time of the tiles of attention relative to that of their flops spread over all multiprocessors.
+
+    `share`: of the scores that the mask leaves."""
+    if multiprocessors is None:
+        return 1.0
+    assert work.m and work.n
+    rows, start = (ATTENTION_BLOCK, rates.backward_start) if work.backward else (rates.rows, rates.start)
+    along, across = (work.n, work.m) if work.backward else (work.m, work.n)
+    steps = share * across  # of a tile, on average
+    if work.rows:  # of several kernels, each with a part of the scores
+        steps *= along / (work.rows * work.launches)
+        along = work.rows
+    tiles = work.batch * -(-along // rows)
+    if work.causal and not work.rows:
+        busy = max(tiles / multiprocessors * (steps + start), across + start)
+    else:
+        busy = -(-tiles // multiprocessors) * (steps + start)
+    return busy / (work.batch * along / rows * steps / multiprocessors)
 
 
 def memory_s(device: Device, nbytes: float) -> float:

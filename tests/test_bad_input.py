@@ -500,7 +500,7 @@ def test_what_cannot_be_fixed(fix: Any, what: str, way_out: str):
         ({}, {"tp": 2}, "'tp' cannot be assumed", "give it in fix"),
         ({}, {"kernel": "fused"}, "'kernel' cannot be assumed", "did you mean 'kernels'"),
         ({}, {"kernels": "fast"}, "kernels 'fast' is not possible", "'eager', 'fused', 'compiled'"),
-        ({}, {"attention": "ring"}, "attention 'ring' is not possible", "'flash', 'triton', 'cudnn'"),
+        ({}, {"attention": "ring"}, "attention 'ring' is not possible", "'torch', 'flash', 'triton', 'cudnn'"),
         ({}, {"overlap": ["dp", "pp"]}, "overlap is ['dp', 'pp']", "('dp', 'ep', 'p2p', 'tp')"),
         ({}, "kernels", "assume is 'kernels', not a mapping", "assume={'kernels': 'fused'}"),
         ({"kernels": "eager"}, {"kernels": "fused"}, "'kernels' is fixed and assumed", "leave one out"),

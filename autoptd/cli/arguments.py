@@ -31,7 +31,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "overlap": ("dp", "ep", "p2p", "tp"),  # several, or none
     "kernels": ("eager", "fused", "compiled"),
     "cut_solver": ("dynamic", "ilp"),
-    "attention": ("flash", "triton", "cudnn"),
+    "attention": ("torch", "flash", "triton", "cudnn"),
     "context": ("ring", "ulysses"),
     "dispatch": ("rows", "slices", "merged"),
     "fp8": ("mxfp8", "tensor", "block"),

@@ -122,7 +122,7 @@ def method(plan: PlanData) -> str:
     parts = [f"{options.kernels} kernels", _GRADIENTS[options.gradients], overlap]
     if options.loss != "kept":
         parts.append("in-place loss")
-    if options.attention != "flash":
+    if options.attention != "torch":
         parts.append(f"{options.attention} attention")
     if plan.mesh.cp > 1:
         parts.append("ring attention" if options.context == "ring" else "Ulysses attention")

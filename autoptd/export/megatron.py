@@ -275,7 +275,8 @@ def _listed(counts: list[int]) -> str:
 
 def _kernels(plan: Plan) -> Items:
     method = plan.method
-    yield "--attention-backend", "fused" if method.attention == "cudnn" else "flash"
+    # as torch does, Transformer Engine takes cuDNN's kernels on Hopper and later devices, else FlashAttention
+    yield "--attention-backend", {"torch": "auto", "cudnn": "fused"}.get(method.attention, "flash")
     if method.attention == "triton":
         yield "attention is planned with the Triton kernels of FlashAttention 1: Megatron-LM's are newer"
     if method.kernels != "fused":

@@ -296,7 +296,7 @@ def _differences(plan: Plan) -> Iterator[str]:
         yield "gradients have no second buffer in this program"
     if method.kernels != "eager":
         yield f"{method.kernels} kernels are planned: this program runs torch's own; compile modules with torch.compile"
-    if method.attention != "flash":
+    if method.attention != "torch":
         yield f"attention with {method.attention} kernels is planned: this program uses the model's own call"
     if method.loss != "kept":
         yield "the gradient of the logits is planned in place of the logits: that is up to loss_fn"

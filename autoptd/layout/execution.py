@@ -17,7 +17,8 @@ class ExecutionOptions:
     kernels        "eager", "fused" (by hand, as in Megatron-LM), "compiled"; see passes/analysis/fusion.py
     loss           "kept": the gradient of the logits has its own buffer beside the probabilities; "in_place": it
                    overwrites them
-    attention      implementation of fused attention: "flash" (version 2, as torch's), "triton" (version 1), "cudnn"
+    attention      implementation of fused attention: "torch" (what torch takes on the device), "flash" (version 2),
+                   "triton" (version 1), "cudnn"
     gathers        tensors that tp gathers for a product: "kept" for backward, or re-gathered in it ("again")
     gradients      accumulated and reduced in the "main" type (float32 for bf16 parameters) or the "compute" type;
                    "both": in the main type, with a buffer of the compute type beside it
@@ -43,7 +44,7 @@ class ExecutionOptions:
     overlap: tuple[Literal["dp", "ep", "p2p", "tp"], ...] = ("p2p",)
     kernels: Literal["eager", "fused", "compiled"] = "eager"
     loss: Literal["kept", "in_place"] = "kept"
-    attention: Literal["flash", "triton", "cudnn"] = "flash"
+    attention: Literal["torch", "flash", "triton", "cudnn"] = "torch"
     gathers: Literal["kept", "again"] = "kept"
     gradients: Literal["main", "compute", "both"] = "main"
     bucket_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -257,7 +257,7 @@ class PlanData(Part):
             f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
-            f"{asked.attention} attention": asked.attention != default.attention,
+            f"{asked.attention} attention": asked.attention not in (default.attention, "flash"),
             f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": asked.dispatch
             != default.dispatch,
             f"products in fp8 ({asked.fp8})": asked.fp8 != default.fp8,

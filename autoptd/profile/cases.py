@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+from autoptd.cost_models.memory import optimizer_step_bytes
 from autoptd.profile.record import ITEMSIZE, Case
 
 Dtype = str
@@ -72,6 +73,8 @@ _MEMORY = {
     # no larger: above 32 MiB the C library maps fresh memory for each tensor, and page faults dominate the time
     "cpu": ("fp32", tuple(64 * KIB << i for i in range(0, 10, 2))),
 }
+_COPIED = (16 * MIB, 64 * MIB, 256 * MIB)
+_UPDATED = (1 << 20, 1 << 22, 1 << 24)  # elements
 MESSAGES = (8 * KIB, 64 * KIB, 256 * KIB, *(MIB << i for i in range(0, 14, 2)))
 
 
@@ -91,6 +94,16 @@ def op_series(kind: str) -> Iterator[tuple[Case, ...]]:
         Case(family="matmul", op="bmm", dtype=dtype, batch=b, m=m, n=n, k=k)  # type: ignore[arg-type]
         for b, m, n, k in _BATCHED[kind]
     )
+
+
+def host_series(kind: str) -> Iterator[tuple[Case, ...]]:
+    """Yield the series of copies between a device and its host, and of updates there; none where the host is the
+    device."""
+    for op in ("to_host", "from_host") if kind == "cuda" else ():
+        yield tuple(Case(family="host", op=op, dtype="fp32", n=n // 4, bytes_moved=n) for n in _COPIED)
+    if kind == "cuda":
+        moved = {n: optimizer_step_bytes(n, precision="bf16", optimizer="adamw") for n in _UPDATED}
+        yield tuple(Case(family="host", op="step", dtype="fp32", n=n, bytes_moved=moved[n]) for n in _UPDATED)
 
 
 def _linear(dtype: Dtype, m: int, n: int, k: int) -> Case:

@@ -8,20 +8,22 @@ Constants without measurements are taken from a shipped cluster, and the file sa
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from autoptd.cost_models.cluster import Cluster, Device, Peaks, Sustained
+from autoptd.cost_models.cluster import AttentionRates, Cluster, Device, HostMemory, Peaks, Sustained
 from autoptd.cost_models.op_time import op_s
 from autoptd.errors import ClusterError
 from autoptd.profile.links import fit_levels
 from autoptd.profile.record import ITEMSIZE, Measurement, ProfileRecord
-from autoptd.profile.search import best_rate, best_two, mean_error, rounded
+from autoptd.profile.search import best_of, best_rate, best_two, mean_error, rounded
 
 # precision whose peak is used for one that was not measured: tensor cores run both half precisions at the same rate;
 # for the others nothing better is known
 _LIKE = {"bf16": "fp16", "fp16": "bf16", "fp64": "fp32", "fp32": "fp64"}
 _K_OVERHEADS = (0.0, *(2.0**i for i in range(3, 12)))  # steps along k
 _HEAD_OVERHEADS = (0.0, *(2.0**i for i in range(8)))  # elements of a head
+_STARTS = (0.0, *(2.0**i for i in range(4, 11)))  # of a tile of attention, in keys or queries
+HOST_RATES = {"to_host": "to_bytes_per_s", "from_host": "from_bytes_per_s", "step": "step_bytes_per_s"}
 _BEYOND_CACHE = 2.0  # least bytes of a memory-bound op in units of the cache: smaller ops partly hit it
 
 
@@ -57,7 +59,21 @@ def _device(record: ProfileRecord, known: Cluster | None) -> Device:
     )
     with_memory = _with_memory(first, record, known.device if known else None)
     with_matmul = _with_matmul(with_memory, record, known.device if known else None)
-    return _with_attention(with_matmul, record)
+    return _with_attention(with_matmul, record).model_copy(update={"host": _host(record, known)})
+
+
+def _host(record: ProfileRecord, known: Cluster | None) -> HostMemory:
+    """Return the rates of the largest copies and updates; those of a shipped cluster where none were measured."""
+    largest = {point.case.op: point for point in sorted(record.of("host"), key=lambda point: point.case.nbytes)}
+    host = known.device.host if known else HostMemory()
+    if not largest or record.kind != "cuda":
+        return host if record.kind == "cuda" else HostMemory()
+    rates = {HOST_RATES[op]: rounded(point.case.nbytes / point.seconds) for op, point in largest.items()}
+    ranks = f"{record.node_ranks} ranks of a node at once" if record.node_ranks > 1 else "one rank"
+    source = f"{record.origin}: pinned copies and AdamW on the host, {ranks}"
+    if rest := HOST_RATES.keys() - largest.keys():
+        source += f"; not measured: {', '.join(sorted(rest))}"
+    return host.model_copy(update={**rates, "source": source})
 
 
 def _with_memory(device: Device, record: ProfileRecord, known: Device | None) -> Device:
@@ -151,7 +167,51 @@ def _with_attention(device: Device, record: ProfileRecord) -> Device:
 
     fraction = best_rate(lambda x: device_error(back(x), backward), 1e-3, 1.0)
     sustained = _sustained(fraction, 1.0, record, "causal attention of {n} shapes, backward", backward)
-    return device.model_copy(update={"attention_backward_sustained": sustained})
+    device = device.model_copy(update={"attention_backward_sustained": sustained})
+    if device.multiprocessors is None or min(_lengths(forward), _lengths(backward)) < 2:
+        return device
+    return device.model_copy(update={"attention": {"torch": _rates(device, record, forward, backward)}})
+
+
+def _lengths(points: Iterable[Measurement]) -> int:
+    return len({point.case.m for point in points})
+
+
+def _rates(
+    device: Device, record: ProfileRecord, forward: Sequence[Measurement], backward: Sequence[Measurement]
+) -> AttentionRates:
+    """Return the rates of attention with the starts of its tiles, which only points of several lengths tell apart."""
+    sizes = sorted({point.case.k for point in forward})
+    overheads = _HEAD_OVERHEADS if len(sizes) > 1 else (0.0,)
+
+    def like(fraction: float, overhead: float, start: float) -> Device:
+        rates = AttentionRates.model_construct(
+            forward=fraction, backward=fraction, head_overhead=overhead, start=start, backward_start=start
+        )
+        return device.model_copy(update={"attention": {"torch": rates}})
+
+    def best(points: Sequence[Measurement], overheads: Sequence[float]) -> tuple[float, float, float]:
+        """Return (fraction, overhead, start) of least error."""
+        found: dict[float, tuple[float, float]] = {}
+
+        def of_start(start: float) -> float:
+            found[start] = best_two(lambda x, y: device_error(like(x, y, start), points), 1e-2, 1.0, overheads)
+            return device_error(like(*found[start], start), points)
+
+        start = best_of(of_start, _STARTS)
+        return *found[start], start
+
+    fraction, overhead, start = best(forward, overheads)
+    overhead = rounded(overhead)
+    back, _, backward_start = best(backward, (overhead,))
+    return AttentionRates(
+        forward=rounded(fraction),
+        backward=rounded(back),
+        head_overhead=overhead,
+        start=rounded(start),
+        backward_start=rounded(backward_start),
+        source=f"{record.origin}: causal attention of {len(forward) + len(backward)} shapes",
+    )
 
 
 def main_dtype(points: Iterable[Measurement]) -> str:

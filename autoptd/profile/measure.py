@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autoptd.errors import ClusterError
 from autoptd.profile.budget import first_line, spend
-from autoptd.profile.cases import network_series, op_series
+from autoptd.profile.cases import host_series, network_series, op_series
 from autoptd.profile.network import Network
 from autoptd.profile.ops import time_op
 from autoptd.profile.record import Case, Measurement, ProfileRecord, Skipped
@@ -81,6 +81,7 @@ def _measure(place: Place, limit_s: float, advance: Advance) -> ProfileRecord:
     network = Network(place.device, clock) if place.world > 1 else None
     dtype = "bf16" if kind == "cuda" else "fp32"
     exchanges = list(network_series(place.world, place.node_ranks, dtype)) if network else []
+    (exchanges if network else ops).extend(host_series(kind))
     total = sum(map(len, [*ops, *exchanges]))
     started = time.perf_counter()
     if network:  # ranks started at different times: the least time left counts

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from autoptd.profile.budget import first_line
-from autoptd.profile.ops import DTYPES
+from autoptd.profile.host import host_run
+from autoptd.profile.ops import DTYPES, clock_of
 from autoptd.profile.record import Case, Measurement, Skipped
 from autoptd.profile.timing import ENOUGH_S, LEAST, MOST, Run, Timer, runs_per_sample
 from autoptd.runtime.comm.process_group import ProcessGroup
@@ -59,6 +60,8 @@ class Network:
         """Allocate a case's tensors and return the function that runs it once on this rank."""
         if case.family == "p2p":
             return self._message(case)
+        if case.family == "host":  # no communication, but all ranks of a node at once
+            return host_run(case, self.device)
         group = self.group(case.ranks, case.stride)
         count = case.bytes_moved // DTYPES[case.dtype].itemsize
         whole, part = count, count // case.ranks
@@ -99,13 +102,14 @@ class Network:
         if any(self.agree(problem is not None)):
             return Skipped(case=case, why=problem or "another rank could not allocate its tensors")
         try:
+            clock = clock_of(case, self.clock)
             run()
-            _, once_s = self.agree(0.0, self.clock.once(run))
+            _, once_s = self.agree(0.0, clock.once(run))
         except RuntimeError as error:  # the backend lacks the collective, so it fails on all ranks
             return Skipped(case=case, why=first_line(error))
         runs = runs_per_sample(once_s)
         count = max(LEAST, min(MOST, int(min(share_s, ENOUGH_S) / (once_s * runs))))
-        samples = self.agree(*(self.clock.sample(run, runs) for _ in range(count)))
+        samples = self.agree(*(clock.sample(run, runs) for _ in range(count)))
         seconds = statistics.median(samples) / (2 if case.family == "p2p" else 1)
         return Measurement(case=case, seconds=seconds, repeats=runs * len(samples))
 

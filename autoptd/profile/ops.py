@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoptd.profile.host import dispatch_s
+from autoptd.profile.host import dispatch_s, host_run
 from autoptd.profile.record import Case
-from autoptd.profile.timing import Run, Timer, median_s
+from autoptd.profile.timing import HostTimer, Run, Timer, median_s
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROW = 1024  # row width of layer_norm and softmax
@@ -21,7 +21,12 @@ def time_op(case: Case, device: torch.device, clock: Timer, share_s: float) -> t
     """Return (seconds, runs). Raises RuntimeError, such as OutOfMemoryError, if the device cannot run the case."""
     if case.family == "dispatch":
         return dispatch_s(device)
-    return median_s(clock, _run_of(case, device), share_s)
+    return median_s(clock_of(case, clock), _run_of(case, device), share_s)
+
+
+def clock_of(case: Case, clock: Timer) -> Timer:
+    """Return the timer of a case: the host's for work there, else the device's `clock`."""
+    return HostTimer() if case.op == "step" and case.family == "host" else clock
 
 
 def _run_of(case: Case, device: torch.device) -> Run:
@@ -34,6 +39,8 @@ def _run_of(case: Case, device: torch.device) -> Run:
             return _memory(case, device)
         case "launch":
             return _tiny(device)
+        case "host":
+            return host_run(case, device)
         case _:
             raise ValueError(f"{case} is not an op of a device")
 

@@ -22,7 +22,7 @@ ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 # (Dao 2023, FlashAttention-2, section 4.1)
 ATTENTION_BACKWARD = 2.5
 
-Family = Literal["matmul", "attention", "memory", "launch", "dispatch", "collective", "p2p"]
+Family = Literal["matmul", "attention", "memory", "launch", "dispatch", "collective", "p2p", "host"]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -36,7 +36,7 @@ class Case(_RecordPart):
 
     Products are [batch] m×k times k×n; attention has `batch` heads (samples × heads), `m` tokens and head size `k`.
     Memory-bound ops, collectives and messages have `bytes_moved`. A collective has `ranks` members `stride` apart; a
-    message goes from rank 0 to rank `stride`.
+    message goes from rank 0 to rank `stride`. On the host (`host`), `n` elements are copied there or back, or updated.
     """
 
     family: Family
@@ -83,7 +83,14 @@ class Case(_RecordPart):
             case "attention":
                 sizes = (self.m, self.n, self.k, self.batch)
                 return OpWork(
-                    "attention", self.flops, self.nbytes, self.dtype, *sizes, causal=True, backward=self.backward
+                    "attention",
+                    self.flops,
+                    self.nbytes,
+                    self.dtype,
+                    *sizes,
+                    causal=True,
+                    backward=self.backward,
+                    implementation="torch",
                 )
             case "memory":
                 return OpWork("memory", 0.0, self.nbytes, self.dtype)
@@ -97,7 +104,7 @@ class Case(_RecordPart):
         elif self.family == "attention":
             words.append(f"{self.batch} heads of {self.k}, {self.m} tokens" + (", backward" if self.backward else ""))
         elif self.bytes_moved:
-            words.append(bytes_text(self.bytes_moved))
+            words.append(f"{self.n} elements" if self.op == "step" else bytes_text(self.bytes_moved))
         if self.family in ("collective", "p2p"):
             words.append(f"{self.ranks} ranks" + (f", {self.stride} apart" if self.stride > 1 else ""))
         return " ".join(words)

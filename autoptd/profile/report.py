@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.op_time import op_s
-from autoptd.profile.fit import beyond_cache
+from autoptd.profile.fit import HOST_RATES, beyond_cache
 from autoptd.profile.links import exchange_s
 from autoptd.profile.record import Case, Measurement, ProfileRecord
 
@@ -48,6 +48,8 @@ def predicted_s(cluster: Cluster, case: Case) -> float:
             return cluster.device.dispatch_s
         case "collective" | "p2p":
             return exchange_s(cluster, case)
+        case "host":
+            return case.nbytes / float(getattr(cluster.device.host, HOST_RATES[case.op]))
         case _:
             return op_s(cluster.device, case.work)
 
@@ -97,6 +99,10 @@ def _name(case: Case) -> str:
             return f"{case.op} of {case.ranks} ranks{apart}"
         case "memory":
             return f"{case.op} {case.dtype}"
+        case "host":
+            return {"to_host": "copy to the host", "from_host": "copy from the host", "step": "AdamW on the host"}[
+                case.op
+            ]
         case _:
             return {"launch": "launch of an op", "dispatch": "launch in a training step, host"}[case.family]
 

@@ -51,6 +51,7 @@ CONSTANTS = (
     Constant("start of a tile, steps along k", "k_overhead", "", "all runs", 64),
     Constant("gap between kernels, s", "launch", "", "all runs", 5e-6),
     Constant("host time of a launch, s", "dispatch", "", "vtrain_single", 20e-6),
+    Constant("the same, one host with an H200, s", "dispatch", "H200", "no run: measured, docs/gpu.md", 20e-6),
     Constant("multiprocessors taken by collectives", "collective", "", "mpt_llm_foundry, torchtitan", 24),
 )
 

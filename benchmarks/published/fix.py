@@ -78,8 +78,7 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         fix["permutation"] = how
     if row.precision == "fp8":
         fix["fp8"] = _recipe(row)
-    if attention := _attention(row):
-        fix["attention"] = attention
+    fix["attention"] = _attention(row)
     if row.tp > 1:
         fix["splits"] = _splits(row, shape)
     if zero >= 2 and row.fsdp_shard_size not in (None, row.dp):
@@ -210,7 +209,7 @@ def _recipe(row: Row) -> str:
 
 
 def _attention(row: Row) -> str:
-    """Return the fused attention that a row names; "" if it names none or the default.
+    """Return the fused attention that a row names, by default FlashAttention-2.
 
     Where a row of Megatron does not say, it is that of Transformer Engine (the default of --transformer-impl), which
     takes cuDNN's on Hopper and later devices (NeMo's documentation, memory optimizations).
@@ -220,7 +219,9 @@ def _attention(row: Row) -> str:
         return "cudnn"
     if "cudnn" in words or re.search(r"\bte\b|transformer.?engine", words):
         return "cudnn"
-    return "triton" if "triton" in words else ""
+    if "torchtitan" in row.framework and (row.gpu_type or "").startswith(("B", "GB")):
+        return "torch"  # cuDNN's there (github.com/pytorch/torchtitan pull request 1209)
+    return "triton" if "triton" in words else "flash"
 
 
 def _kernels(row: Row) -> str:

@@ -336,9 +336,11 @@ def test_routing_that_a_row_does_not_state(framework: str, stated: str, routing:
 def test_attention_that_a_row_does_not_state() -> None:
     h100 = tiny(framework="Megatron-Core", gpu_type="H100-SXM5-80GB")
     assert fix(h100)["attention"] == "cudnn"
-    assert "attention" not in fix(h100.model_copy(update={"attention_impl": "flash"}))
-    assert "attention" not in fix(tiny(framework="Megatron-Core"))  # an A100
-    assert "attention" not in fix(h100.model_copy(update={"framework": "torchtitan"}))
+    assert fix(h100.model_copy(update={"attention_impl": "flash"}))["attention"] == "flash"
+    assert fix(tiny(framework="Megatron-Core"))["attention"] == "flash"  # an A100
+    titan = h100.model_copy(update={"framework": "torchtitan"})
+    assert fix(titan)["attention"] == "flash"
+    assert fix(titan.model_copy(update={"gpu_type": "B200-SXM"}))["attention"] == "torch"
 
 
 def test_chunks_that_a_row_does_not_publish() -> None:

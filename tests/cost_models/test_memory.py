@@ -15,6 +15,7 @@ from autoptd.cost_models.memory import (
     N,
     R,
     U,
+    accumulation_bytes,
     alive,
     allocator_bytes,
     communicator_bytes,
@@ -22,6 +23,7 @@ from autoptd.cost_models.memory import (
     in_flight,
     model_state,
     optimizer_step_bytes,
+    step_gradient_bytes,
 )
 from autoptd.schedule import Alive, UncountedActivations, prove_memory, step_lists
 from autoptd.schedule import in_flight as counted
@@ -92,9 +94,36 @@ def test_unknown_choices_are_refused(wrong: dict[str, object]):
 
 
 def test_optimizer_step_bytes():
-    # adamw in bf16: read grad, main, 2 moments (16), write main, 2 moments (12) and the bf16 copy (2)
-    assert optimizer_step_bytes(10, precision="bf16", optimizer="adamw") == 300
+    # adamw in bf16: read grad, main, 2 moments (16), write main, 2 moments (12); read main (4), write the copy (2)
+    assert optimizer_step_bytes(10, precision="bf16", optimizer="adamw") == 340
     assert optimizer_step_bytes(10, precision="fp32", optimizer="sgd") == 120
+
+
+def test_bytes_of_reduced_gradients():
+    # norm reads (4), scaling reads and writes (8)
+    assert step_gradient_bytes(10, "bf16", "main", 1) == step_gradient_bytes(10, "fp32", "compute", 1) == 120
+    # fp16: divided by the loss scale (8)
+    assert step_gradient_bytes(10, "fp16", "main", 0) == 200
+    # a copy in float32 (2 + 4), and back (4 + 2); ZeRO 3 has float32 shards
+    assert step_gradient_bytes(10, "bf16", "compute", 2) == 240
+    assert step_gradient_bytes(10, "bf16", "compute", 3) == 120
+    # by hand one kernel divides and copies (2 + 4)
+    assert step_gradient_bytes(10, "fp16", "compute", 1, by_hand=True) == 180
+    assert step_gradient_bytes(10, "fp16", "main", 1, by_hand=True) == 200
+
+
+def test_bytes_of_accumulation():
+    # one microbatch: read in bf16 (2), copied to float32 (4); of two, the second reads and writes (8)
+    assert accumulation_bytes(10, "bf16", "main") == 60
+    assert accumulation_bytes(10, "bf16", "main", 1, 2) == pytest.approx((60 + 100) / 2)
+    assert accumulation_bytes(10, "bf16", "compute", 1, 2) == pytest.approx((40 + 60) / 2)
+    # by hand products add, or the first gradient stays where autograd left it
+    assert accumulation_bytes(10, "bf16", "main", 1, 2, by_hand=True) == 0
+    assert accumulation_bytes(10, "bf16", "compute", 1, 2, by_hand=True) == pytest.approx(60 / 2)
+    # ZeRO 2 on 5 ranks: a bucket for each microbatch (6); its shard is read (4), copied (4) or added (8)
+    assert accumulation_bytes(10, "bf16", "main", 2, 2, 5) == pytest.approx(60 + 2 * (8 + 12) / 2)
+    # ZeRO 3 keeps shards in float32, whatever is reduced
+    assert accumulation_bytes(10, "bf16", "compute", 3, 1, 5) == pytest.approx(40 + 2 * (2 + 4))
 
 
 def test_in_flight():

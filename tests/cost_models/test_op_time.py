@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoptd.cost_models.cluster import Cluster, Device, Peaks, Sustained
+from autoptd.cost_models.cluster import AttentionRates, Cluster, Device, Peaks, Sustained
 from autoptd.cost_models.op_time import KINDS, OpWork, attention_s, matmul_s, memory_s, op_s
+from autoptd.profile.record import ProfileRecord
 
 DEVICE = Device(
     name="round",
@@ -103,6 +106,82 @@ def test_causal_attention_skips_blocks():
     # 4 x 4 blocks of 128, 10 of them on or below the diagonal
     square = OpWork("attention", 16e9, 0, "bf16", 512, 512, 64)
     assert attention_s(DEVICE, replace(square, causal=True)) == pytest.approx(attention_s(DEVICE, square) * 10 / 16)
+
+
+def attention(heads: int, queries: int, keys: int = 0, **changes: Any) -> OpWork:
+    """Return the work of a pass with heads of 64, 2.5 times as much in the backward pass."""
+    keys = keys or queries
+    flops = 4.0 * heads * queries * keys * 64 * (2.5 if changes.get("backward") else 1)
+    return OpWork("attention", flops, 0, "bf16", queries, keys, 64, heads, **changes)
+
+
+# 100 multiprocessors of 1 Tflop/s each in attention
+def test_few_tiles_of_attention_leave_multiprocessors_idle():
+    step_s = 4 * 128 * 64 / 1e12  # of a tile of 128 queries over one key
+    # 4 heads × 8 blocks of 128 queries: 32 tiles in one wave, which 100 would take as well
+    assert attention_s(TILED, attention(4, 1024)) == pytest.approx(1024 * step_s)
+    assert attention_s(TILED, attention(12, 1024)) == pytest.approx(1024 * step_s)
+    assert attention_s(TILED, attention(13, 1024)) == pytest.approx(2 * 1024 * step_s), "104 tiles are two waves"
+    # a block of one query takes as long as a full one
+    assert attention_s(TILED, attention(12, 1, 1024)) == pytest.approx(1024 * step_s)
+    # the backward pass has a tile for each block of 128 keys: 12 × 1 over 1024 queries, or 12 × 8 over 128
+    assert attention_s(TILED, attention(12, 1024, 128, backward=True)) == pytest.approx(2.5 * 1024 * step_s)
+    assert attention_s(TILED, attention(12, 128, 1024, backward=True)) == pytest.approx(2.5 * 128 * step_s)
+
+
+def test_the_longest_tile_under_a_causal_mask():
+    step_s = 4 * 128 * 64 / 1e12
+    # 4 heads × 8 blocks, over 128, 256, … 1024 keys: all at once, and the last takes longest
+    assert attention_s(TILED, attention(4, 1024, causal=True)) == pytest.approx(1024 * step_s)
+    # 50 × 8 tiles over 576 keys on average
+    assert attention_s(TILED, attention(50, 1024, causal=True)) == pytest.approx(4 * 576 * step_s)
+
+
+def test_starts_and_rows_of_tiles():
+    rates = AttentionRates(forward=0.25, backward=0.125, head_overhead=64, start=100, backward_start=200, rows=256)
+    device = TILED.model_copy(update={"attention": {"ours": rates}})
+    step_s = 4 * 128 * 64 / 1e12 * (1 + 64 / 64)
+    # 25 heads × 4 blocks of 256 queries; backward, 25 × 8 blocks of 128 keys at half the rate
+    forward, backward = (attention(25, 1024, backward=b, implementation="ours") for b in (False, True))
+    assert attention_s(device, forward) == pytest.approx((1024 + 100) * 2 * step_s)
+    assert attention_s(device, backward) == pytest.approx(2 * (1024 + 200) * 2.5 * 2 * step_s)
+    # a causal mask skips blocks of 256 keys: over 640 on average
+    assert attention_s(device, replace(forward, batch=100, flops=4 * forward.flops, causal=True)) == pytest.approx(
+        4 * (640 + 100) * 2 * step_s
+    )
+    # four kernels of a ring, each 12 heads × 4 blocks of 128 queries over 512 keys: a wave each
+    ring = attention(12, 1024, rows=512, launches=4)
+    assert attention_s(TILED, ring) == pytest.approx(4 * 512 * step_s / 2)
+
+
+@given(st.integers(1, 300), st.integers(1, 5000), st.integers(1, 300), st.booleans(), st.booleans())
+def test_more_heads_are_never_quicker_nor_below_their_flops(
+    heads: int, tokens: int, more: int, causal: bool, backward: bool
+):
+    one = attention(heads, tokens, causal=causal, backward=backward)
+    all_busy = DEVICE.model_copy(update={"multiprocessors": None})
+    assert attention_s(TILED, one) >= attention_s(all_busy, one) * (1 - 1e-9)
+    assert attention_s(TILED, one) <= attention_s(
+        TILED, attention(heads + more, tokens, causal=causal, backward=backward)
+    ) * (1 + 1e-9)
+
+
+def test_attention_on_an_h200():
+    """8 to 512 heads of 512 to 16,384 tokens, measured by `autoptd profile`: within 10 % of each."""
+    device = Cluster.load("dgx-h200").device
+    record = ProfileRecord.load(Path(__file__).parents[2] / "benchmarks" / "data" / "gpu" / "points.json")
+    points = record.of("attention")
+    ratios = [op_s(device, replace(p.case.work, implementation="torch")) / p.seconds for p in points]
+    assert len(ratios) == 24 and min(ratios) > 0.9 and max(ratios) < 1.1
+
+
+@pytest.mark.parametrize("heads, measured_s", [(4, 110e-6), (8, 119e-6), (16, 204e-6), (32, 386e-6), (128, 1476e-6)])
+def test_backward_attention_of_few_heads_on_a_b200(heads: int, measured_s: float):
+    """Heads of 128, 4,096 tokens: github.com/MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json."""
+    device = Cluster.load("dgx-b200").device
+    flops = 10.0 * heads * 4096**2 * 128
+    work = OpWork("attention", flops, 0, "bf16", 4096, 4096, 128, heads, True, True, implementation="cudnn")
+    assert attention_s(device, work) == pytest.approx(measured_s, rel=0.12)
 
 
 def test_launch_is_added_once():

@@ -74,7 +74,7 @@ MEGATRON_ARGS=(
     --recompute-granularity full
     --recompute-method block
     --recompute-num-layers 5
-    --attention-backend flash
+    --attention-backend auto
 )
 """
 
@@ -111,7 +111,7 @@ MEGATRON_ARGS=(
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1
-    --attention-backend flash
+    --attention-backend auto
 )
 """
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import autoptd.cli.main as cli
-from autoptd.cost_models.cluster import Cluster, Device, Link, Peaks, Sustained
+from autoptd.cost_models.cluster import AttentionRates, Cluster, Device, HostMemory, Link, Peaks, Sustained
 from autoptd.errors import ClusterError
 from autoptd.profile.budget import spend
-from autoptd.profile.cases import network_series, op_series
+from autoptd.profile.cases import host_series, network_series, op_series
 from autoptd.profile.fit import fit
-from autoptd.profile.host import dispatch_s
+from autoptd.profile.host import dispatch_s, host_run
 from autoptd.profile.record import Case, Measurement, ProfileRecord, Skipped
 from autoptd.profile.report import predicted_s, rows
 from autoptd.profile.search import best_rate, best_two
@@ -52,7 +52,7 @@ TRUE = Cluster(name="true", device=DEVICE, levels=LEVELS)
 
 def record(cluster: Cluster, world: int = 8, noise: float = 0.0, kind: str = "cuda") -> ProfileRecord:
     """Return the measurements that the models predict, off by factors 1 + noise and 1 - noise alternately."""
-    series = [*op_series(kind), *network_series(world, 4, "bf16")]
+    series = [*op_series(kind), *network_series(world, 4, "bf16"), *host_series(kind)]
     cases = [case for cases in series for case in cases]
     points = []
     for index, case in enumerate(cases):
@@ -117,6 +117,63 @@ def test_other_constants_give_other_answers():
     assert found["k"] == pytest.approx(300, rel=0.05)
     assert found["rate 0"] == pytest.approx(true["rate 0"] / 2, rel=0.03)
     assert found["rate 1"] == pytest.approx(true["rate 1"], rel=0.03)
+
+
+def test_starts_of_attention_are_found():
+    rates = AttentionRates(forward=0.5, backward=0.4, head_overhead=48, start=160, backward_start=440)
+    device = DEVICE.model_copy(update={"attention": {"torch": rates}})
+    fitted = fit(record(TRUE.model_copy(update={"device": device}))).device
+    found, peaks = fitted.attention["torch"], [d.matmul_flops_per_s.bf16 for d in (device, fitted)]
+    assert [x * peaks[1] for x in (found.forward, found.backward)] == pytest.approx(
+        [0.5 * peaks[0], 0.4 * peaks[0]], rel=0.05
+    )
+    assert (found.head_overhead, found.start, found.backward_start) == pytest.approx((48, 160, 440), rel=0.05)
+    assert "24 shapes" in found.source
+
+
+def test_rates_of_the_host_are_those_of_the_largest_cases():
+    host = HostMemory(to_bytes_per_s=21e9, from_bytes_per_s=19e9, step_bytes_per_s=7e9)
+    other = TRUE.model_copy(update={"device": DEVICE.model_copy(update={"host": host})})
+    whole = record(other)
+    small = tuple(  # an update of a few elements is mostly overhead
+        p.model_copy(update={"seconds": p.seconds * 9}) if p.case.op == "step" and p.case.n < 1 << 24 else p
+        for p in whole.points
+    )
+    found = fit(whole.model_copy(update={"points": small})).device.host
+    assert (found.to_bytes_per_s, found.from_bytes_per_s, found.step_bytes_per_s) == pytest.approx((21e9, 19e9, 7e9))
+    assert "4 ranks of a node at once" in found.source and "not measured" not in found.source
+    # 2^24 elements of AdamW in bf16 move 34 bytes each
+    (largest,) = [p for p in whole.of("host") if p.case.n == 1 << 24 and p.case.op == "step"]
+    assert largest.seconds == pytest.approx(34 * 2**24 / 7e9)
+
+    without = whole.model_copy(update={"points": tuple(p for p in whole.points if p.case.op != "step")})
+    assert fit(without).device.host.source.endswith("not measured: step")
+    known = Cluster.load("dgx-h200")
+    device = known.device.model_copy(update={"name": "NVIDIA H200"})
+    made = record(known.model_copy(update={"device": device}), world=1)
+    none = made.model_copy(update={"points": tuple(p for p in made.points if p.case.family != "host")})
+    assert fit(none).device.host == known.device.host, "those of the shipped cluster"
+
+
+def test_where_the_host_is_the_device_it_has_no_rates_of_its_own():
+    assert not list(host_series("cpu"))
+    local = Cluster.load("local")
+    found = fit(record(local, world=1, kind="cpu").model_copy(update={"multiprocessors": None}))
+    assert "[device.host]" not in cluster_toml(found)
+
+
+@pytest.mark.parametrize("op", ["to_host", "from_host", "step"])
+def test_work_of_the_host_runs(op: str):
+    run = host_run(Case(family="host", op=op, dtype="fp32", n=1000, bytes_moved=4000), torch.device("cpu"))
+    cells = [cell.cell_contents for cell in run.__closure__ or ()]  # type: ignore[attr-defined]
+    tensors = [x for x in cells if isinstance(x, torch.Tensor)]
+    before = [x.detach().clone() for x in tensors]
+    assert len(tensors) == 2 and not torch.equal(*before)
+    run()
+    first, second = (x.detach() for x in tensors)
+    assert torch.equal(first.bfloat16(), second.bfloat16()), "copied, or rounded after the update"
+    changed = [not torch.equal(x, old) for x, old in zip((first, second), before, strict=True)]
+    assert changed == [True, True] if op == "step" else sum(changed) == 1
 
 
 def test_noise_and_outliers_do_not_move_it():

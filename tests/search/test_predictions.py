@@ -129,6 +129,24 @@ def test_one_candidate_is_predicted_as_it_is_planned(traced: autoptd.TracedModel
 # ---- effect of an execution option ----
 
 
+def test_gathering_again_takes_as_long_as_gathering(traced: autoptd.TracedModel) -> None:
+    """An attention's input, 16 × 256 × 512 in bf16, is gathered once more in backward; a full recomputation has it."""
+    many = {"micro": 16, "sequence_parallel": True}
+    (kept, _), (again, _) = chunks(traced, **many), chunks(traced, gathers="again", **many)
+    segment = next(i for i, s in enumerate(traced.folded.segments) if "attention" in s.kind)
+    nbytes = 16 * SEQ * WIDTH * 2
+    assert ("all_gather", nbytes) in kept.cost(segment).work.forward_collectives
+    more_s = again.least(segment).backward_s - kept.least(segment).backward_s
+    assert more_s == pytest.approx(collective_s("all_gather", nbytes, NODE, 2, 1, 8))
+    assert again.least(segment).forward_s == kept.least(segment).forward_s
+    runs = [each.chunk(segment, segment, {segment: "full"}).backward_s for each in (kept, again)]
+    assert runs[0] == pytest.approx(runs[1]), "a recomputed forward pass gathers anyway"
+    # by hand it is beside the product of the input's gradient; overlapped, its first half is exposed
+    for options, share in (({"kernels": "fused"}, 0.0), ({"overlap": ["tp"]}, 0.5)):
+        (kept, _), (again, _) = chunks(traced, **many, **options), chunks(traced, gathers="again", **many, **options)
+        assert again.least(segment).backward_s - kept.least(segment).backward_s == pytest.approx(share * more_s)
+
+
 @pytest.mark.parametrize(
     ("fix", "reason"),
     [
@@ -157,10 +175,11 @@ CHOICES += [("overlap", streams) for streams in ((), ("dp",), ("p2p",), ("tp",),
 
 @pytest.mark.parametrize(("name", "value"), CHOICES, ids=str)
 def test_what_is_only_predicted_is_what_does_not_run(traced: autoptd.TracedModel, name: str, value: Any) -> None:
-    """Options are only predicted if they cannot run; `assume` also accepts the attention that runs anyway."""
+    """Options are only predicted if they cannot run; `assume` also accepts the attention that runs anyway, and
+    FlashAttention-2, which it is on some devices."""
     how = {"fix": BASE | {name: value}} if not only_predicted(name, value) else {"fix": BASE, "assume": {name: value}}
     plan = autoptd.plan(traced, world=8, cluster=NODE, batch=32, **how)
-    assert bool(plan.not_runnable) == (only_predicted(name, value) and value != "flash")
+    assert bool(plan.not_runnable) == (only_predicted(name, value) and value not in ("torch", "flash"))
 
 
 RUNS = [
@@ -359,9 +378,14 @@ def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -
     trained = eager.numel(1, 2)
     device = tensors.cluster.device
     rate = device.memory_bytes_per_s * device.memory_sustained.fraction
-    # the fp32 sum is read and written, the bf16 gradient read
-    assert eager._accumulation_s(eager.numel(1, 2)) == pytest.approx(trained * (4 + 4 + 2) / rate)
+    # in 7 of 8 microbatches the fp32 sum is read and written, in the first only written; the bf16 gradient is read
+    assert eager._accumulation_s(eager.numel(1, 2)) == pytest.approx(trained * (7 / 8 * 4 + 4 + 2) / rate)
     assert fused._accumulation_s(fused.numel(1, 2)) == 0.0
+    compiled, _ = chunks(traced, kernels="compiled")
+    assert compiled._accumulation_s(trained) == eager._accumulation_s(trained), "hooks run beside compiled kernels"
+    # ZeRO 2: to a bucket (2 + 4), whose half of dp 2 is read, and copied or added
+    sharded, _ = chunks(traced, kernels="eager", zero=2)
+    assert sharded._accumulation_s(trained) == pytest.approx(trained * (6 + (4 + 4 * 15 / 8) / 2) / rate)
 
 
 def test_a_tied_embedding_is_summed_over_its_stages() -> None:

@@ -23,7 +23,7 @@ DIMENSIONS = ("cp", "offload", "recompute", "shards", "virtual", "zero", "zero-b
 _COUNTS = ("bucket_bytes", "cp", "dp", "ep", "etp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
-    "attention": ("flash", "triton", "cudnn"),
+    "attention": ("torch", "flash", "triton", "cudnn"),
     "context": ("ring", "ulysses"),
     "cut_solver": ("dynamic", "ilp"),
     "dispatch": ("rows", "slices", "merged"),

@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import Memory, model_state
+from autoptd.cost_models.collectives import collective_s
+from autoptd.cost_models.memory import Memory, accumulation_bytes, model_state
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.state_bytes import buffer_class, packed
@@ -119,8 +120,8 @@ class ChunkCosts(StepEnd):
             nbytes, host = self.offloaded_bytes(segment), self.cluster.device.host
             return nbytes / host.to_bytes_per_s, nbytes / host.from_bytes_per_s
         cost = self.cost(segment)
-        if policy not in cost.policy_s:
-            return 0.0, self._segment(segment).forward_s - self._statistics_s(cost)
+        if policy not in cost.policy_s:  # the whole forward pass, with the gathers that backward would repeat
+            return 0.0, self._segment(segment).forward_s - self._statistics_s(cost) - self._regather_s(cost)
         attends = any(work.attends for work in cost.work.recomputed[policy])
         return 0.0, cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
@@ -150,7 +151,7 @@ class ChunkCosts(StepEnd):
             context_f, context_b = (x + y for x, y in zip(self._context_s(cost), sent_s, strict=True))
             context_f += self._counts_s(cost)
             tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + context_f
-            tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b
+            tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b + self._regather_s(cost)
             dp = self._statistics_s(cost)
             forward_s, backward_s = compute_f + tp_f + dp, compute_b + tp_b + dp
             self._passes[kind] = ChunkCost(forward_s, backward_s, 0.0, tp_f, tp_b, cost.weight_s, 2 * dp)
@@ -164,6 +165,21 @@ class ChunkCosts(StepEnd):
     def _exposed_tp_s(self, comm_s: float, compute_s: float) -> float:
         pieces = self.candidate.tp if "tp" in self.method.overlap else 1
         return exposed_s(comm_s, compute_s, pieces) if pieces > 1 else comm_s
+
+    def _regather_s(self, cost: KindCost) -> float:
+        """Return the exposed seconds of gathering again, in backward, what tp gathered for products.
+
+        The emitted program waits for it. By hand it is beside the product of the input's gradient, as in Megatron-LM
+        (Korthikanti et al. 2022, section 4.2.2)."""
+        c, method = self.candidate, self.method
+        if method.gathers != "again" or c.tp == 1:
+            return 0.0
+        gathered = (n for name, n in cost.work.forward_collectives if name == "all_gather")
+        again_s = sum(collective_s("all_gather", n, self.cluster, c.tp, 1, self.tensors.world) for n in gathered)
+        compute_s = cost.backward_s - cost.backward_comm_s
+        if method.kernels == "fused":
+            return max(0.0, again_s - (compute_s - cost.weight_s))
+        return self._exposed_tp_s(again_s, compute_s) if again_s else 0.0
 
     def _context_s(self, cost: KindCost) -> tuple[float, float]:
         """Return exposed seconds (forward, backward) of cp communication.
@@ -202,13 +218,11 @@ class ChunkCosts(StepEnd):
         return exposed_s(comm_s, cost.attention_s, ranks)
 
     def _accumulation_s(self, numel: int) -> float:
-        """Return seconds of adding a microbatch's gradients to the buffer; 0 if the matmul kernels accumulate."""
-        if self.candidate.zero >= 2 or (self.method.kernels != "eager" and self.method.gradients == "main"):
-            return 0.0
-        if self.gradient == self.compute and self.candidate.microbatches == 1:
-            return 0.0
-        per_element = 2 * self.gradient + self.compute
-        return memory_s(self.cluster.device, numel * per_element)
+        """Return seconds of adding a microbatch's gradients to the buffer."""
+        c, method = self.candidate, self.method
+        sizes = c.zero, c.microbatches, self.copies[0].shards
+        nbytes = accumulation_bytes(numel, self.precision, method.gradients, *sizes, method.kernels == "fused")
+        return memory_s(self.cluster.device, nbytes)
 
     def _sharding_s(self, first: int, last: int, forward_s: float, backward_s: float) -> tuple[float, float]:
         """Return exposed seconds (forward, backward) of all-gathering parameters (ZeRO-3) and reduce-scattering

@@ -45,7 +45,7 @@ from itertools import accumulate
 from operator import add
 
 from autoptd.cost_models.collectives import collective_s, sum_in_shards_s
-from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, clip_bytes, optimizer_step_bytes
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes, step_gradient_bytes
 from autoptd.cost_models.op_time import host_update_s, memory_s
 from autoptd.schedule import route_of, row_of
 from autoptd.search.constraints.options import SearchOptions
@@ -280,7 +280,9 @@ class CandidateBounds:
         task, cluster = self.task, self.task.cluster
         parts = [(numel / (c.tp * c.pp), copies) for numel, copies in self.memory.parts(c)]
         own = int(sum(numel / copies.shards for numel, copies in parts))
-        update_s = memory_s(cluster.device, clip_bytes(own, task.precision))
+        by_hand = self.method.kernels == "fused"
+        before = step_gradient_bytes(own, task.precision, self.method.gradients, c.zero, by_hand)
+        update_s = memory_s(cluster.device, before)
         if c.offload:
             share = min(self.method.offload, default=c.offload)  # of the rank with least, where ranks have their own
             moved = share * max(0.0, own - self.memory.shared_numel / (c.tp * c.pp))

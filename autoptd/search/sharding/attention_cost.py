@@ -20,6 +20,7 @@ from autoptd.ops.attention import SCORES
 from autoptd.passes.analysis.attention import AttentionForm, passes_of
 
 _PART = "attention"
+TORCH = "torch"  # the kernel that torch's scaled_dot_product_attention takes on the device
 _MERGED_BYTES = 2 + 4 + 4  # of an element of a tile: read in the compute type, added in float32
 
 
@@ -57,10 +58,12 @@ def attention_works(
     """
     kernel = form.kernel(device.kind)
     tiles, rows, share = _tiles(form, shape, by_hand and kernel != "written")
+    if form.ring and implementation == TORCH:  # the runtime's ring calls FlashAttention itself
+        implementation = "flash"
     if kernel == "written":
         yield from _written(form, shape, dtype, tiles, rows, share, backward)
         return
-    first_version = kernel == "efficient" and implementation in ("", "flash")
+    first_version = kernel == "efficient" and implementation in ("", "flash", TORCH)
     yield OpWork(
         "attention",
         shape.flops * (2.5 if backward else 1),  # five products instead of two (Dao 2023)
@@ -74,6 +77,7 @@ def attention_works(
         backward,
         launches=tiles,
         implementation="triton" if first_version else implementation,
+        rows=0 if tiles == 1 else -(-shape.queries // 2) if form.causal else shape.queries,  # by hand, all or half
     )
     if tiles > 1:
         one = passes_of(form)[backward]

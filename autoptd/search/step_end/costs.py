@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import all_reduce_between_s, collective_s, sum_in_shards_s
-from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, clip_bytes, optimizer_step_bytes
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes, step_gradient_bytes
 from autoptd.cost_models.op_time import host_update_s, memory_s
 from autoptd.layout.placements import BP
 from autoptd.layout.state_bytes import elements_of
@@ -129,7 +129,10 @@ class StepEnd(ChunkParameters):
         device = self.cluster.device
         here_s = memory_s(device, nbytes) + self.whole_s(load)
         there_s = host_update_s(device, on_host, self.precision, self.optimizer)
-        return memory_s(device, clip_bytes(shard, self.precision)) + max(here_s, there_s)
+        method = self.method
+        by_hand = method.kernels == "fused"
+        before = step_gradient_bytes(shard, self.precision, method.gradients, self.candidate.zero, by_hand)
+        return memory_s(device, before) + max(here_s, there_s)
 
     def host_numel(self, runs: list[tuple[int, int]]) -> int:
         """Return about how many elements this rank updates on the host: those of whole buckets."""
