@@ -21,6 +21,7 @@ from torch import fx
 from autoptd.errors import PlanError, nearest
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import module_path
+from autoptd.passes.sharding.megatron_splits import MEGATRON, megatron_splits
 from autoptd.search.constraints.options import Constraints, SearchOptions
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.partition import even_cuts
@@ -53,6 +54,8 @@ class NamedConstraints:
 def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
     """Resolve the names. Raises PlanError for names that the model does not have and for impossible cuts."""
     _check_splits(folded, constraints.splits)
+    if MEGATRON in constraints.splits.values():
+        megatron_splits(folded)  # raises PlanError for a model that Megatron-LM could not split
     if not constraints.cuts and not constraints.whole:
         return NamedConstraints()
     modules = Modules(folded)

@@ -15,6 +15,7 @@ from autoptd.errors import PlanError, nearest
 from autoptd.layout.execution import ExecutionOptions
 from autoptd.layout.placements import parse_placement
 from autoptd.passes.analysis.fusion import KERNELS
+from autoptd.passes.sharding.megatron_splits import MEGATRON
 from autoptd.schedule import SCHEDULES, row_of
 from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
 
@@ -91,8 +92,9 @@ class SearchOptions(ExecutionOptions):
 class Constraints:
     """The constraints of a task.
 
-    `mesh`: the `fix` argument of `meshes.candidates`; `splits`: parameter-name pattern -> placement; `cuts`: modules
-    that each begin a stage; `whole`: patterns of modules that neither tp nor a stage boundary cuts.
+    `mesh`: the `fix` argument of `meshes.candidates`; `splits`: parameter-name pattern -> placement, or MEGATRON for
+    that of Megatron-LM; `cuts`: modules that each begin a stage; `whole`: patterns of modules that neither tp nor a
+    stage boundary cuts.
     `search/constraints/named.py` resolves the names in a graph.
     """
 
@@ -298,10 +300,14 @@ def require_count(
 
 def _read_splits(splits: object) -> dict[str, str]:
     """Return parameter-name pattern -> placement. Raises PlanError for text that is no placement."""
+    if splits == MEGATRON:
+        return {"*": MEGATRON}
     if not isinstance(splits, Mapping) or not all(isinstance(pattern, str) for pattern in splits):
-        raise PlanError(f"splits is {_shown(splits)}", where="fix['splits']", fix="give {'*.q_proj.weight': 'S0'}")
+        raise PlanError(f"splits is {_shown(splits)}", where="fix['splits']", fix="give {'*.q_proj.weight': 'S0'}, or 'megatron'")
     for pattern, text in splits.items():
         try:
+            if text == MEGATRON:
+                continue
             parse_placement(text if isinstance(text, str) else _shown(text))
         except ValueError as error:
             what, _, how = str(error).partition("; ")

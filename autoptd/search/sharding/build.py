@@ -22,6 +22,7 @@ from autoptd.passes.graph import infos, is_getitem, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.expert_regions import expert_dims, expert_regions
+from autoptd.passes.sharding.megatron_splits import MEGATRON, ParameterSplit
 from autoptd.passes.sharding.sharding import (
     Sharding,
     ops_of,
@@ -64,15 +65,16 @@ class SplitNumbers(Prices):
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
-        `policies`: recompute policies to compute costs for. `pins`: parameter-name pattern -> placement; `whole`: names
-        of parameters that are not split. Both apply to all equal segments if they name a parameter of one.
+        `policies`: recompute policies to compute costs for. `pins`: parameter-name pattern -> placement, or MEGATRON
+        for that of Megatron-LM; the last pattern counts; `whole`: names of parameters that are not split. Both apply to all equal segments if they name a parameter of one.
         `programs`: cache of programs built before; `like`: as in `Prices`.
         """
         super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context, like)
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes
-        self.pins, self.whole, self.experts = pins or {}, tuple(whole), experts
+        alone = {pattern: text for pattern, text in (pins or {}).items() if ranks > 1 or text != MEGATRON}
+        self.pins, self.whole, self.experts = alone, tuple(whole), experts
         self.sequence_parallel = sequence_parallel
         self.policies = tuple(policies)
         self.programs = programs or SplitPrograms()
@@ -100,6 +102,8 @@ class SplitNumbers(Prices):
                     wanted.setdefault(tensor, {})[placement] = None
         conversions = {}
         for tensor, targets in wanted.items():
+            if tensor in self._used_in_place:
+                continue
             meta, times, in_prelude = infos_by_tensor[tensor]
             seconds = {kinds: times * sum(passes) for kinds, passes in self.conversions_of(meta).items()}
             for source in given.get(tensor, ()):
@@ -228,7 +232,25 @@ class SplitNumbers(Prices):
     @cached_property
     def _pinned_slots(self) -> frozenset[tuple[str, int]]:
         """(kind, position) of the parameters with a placement fixed by the user."""
-        return frozenset((kind, i) for pattern in self.pins for kind, i, _ in self.workbook.facts.hits(pattern))
+        return frozenset(self._pins_by_slot)
+
+    @cached_property
+    def _pins_by_slot(self) -> Mapping[tuple[str, int], tuple[str, str]]:
+        """(kind, position) -> the last pattern that matches one of its parameters, and the parameter's name."""
+        hits = ((pattern, hit) for pattern in self.pins for hit in self.workbook.facts.hits(pattern))
+        return {(kind, i): (pattern, name) for pattern, (kind, i, name) in hits}
+
+    @cached_property
+    def _as_megatron(self) -> Mapping[tuple[str, int], ParameterSplit]:
+        """The parameters that are placed as in Megatron-LM, but for those that it pads and experts that tp leaves whole."""
+        found = {}
+        for (kind, i), (pattern, name) in self._pins_by_slot.items():
+            node, theirs = self.folded.representatives[kind].parameters[i], self.pins[pattern] == MEGATRON
+            if theirs and not (self.experts == "none" and node in self._experts):
+                placed = self.workbook.facts.megatron[name]
+                if placed.divides(self.ranks) or not placed.padded:
+                    found[kind, i] = placed
+        return found
 
     @cached_property
     def _of_own_tokens(self) -> frozenset[fx.Node]:
@@ -252,9 +274,27 @@ class SplitNumbers(Prices):
         return frozenset(n for s in segments for r in expert_regions(s) for n in r.weights if n in s.parameters)
 
     @cached_property
+    def _used_in_place(self) -> frozenset[str]:
+        """The tensors of weights that no rank gathers for use, since Megatron-LM sends activations alone."""
+        found: dict[str, None] = {}
+        for kind, segment in self.folded.representatives.items():
+            scope = Scope(kind, segment)
+            split = {n for i, n in enumerate(segment.parameters) if self._is_split_as_megatron(kind, i)}
+            for node in segment.nodes if split else ():
+                if set(operands(node)) <= split and operands(node):
+                    split.add(node)
+            found |= dict.fromkeys(map(scope, split))
+        return frozenset(found)
+
+    def _is_split_as_megatron(self, kind: str, i: int) -> bool:
+        placed = self._as_megatron.get((kind, i))
+        return placed is not None and placed.split is not None
+
+    @cached_property
     def _whole_slots(self) -> frozenset[tuple[str, int]]:
         """(kind, position) of the parameters that must stay whole."""
-        return self.workbook.facts.slots(self.whole)
+        theirs = (slot for slot, placed in self._as_megatron.items() if placed.split is None)
+        return self.workbook.facts.slots(self.whole).union(theirs)
 
     def _op_choice(
         self,
@@ -309,22 +349,31 @@ class SplitNumbers(Prices):
         """Return node -> label of the parameters that `pins` fixes. Raises PlanError for an impossible placement."""
         found = {}
         choices = {n.name: [c.label for c in n.choices] for n in nodes}
-        for pattern, text in self.pins.items():
+        for (kind, i), (pattern, name) in self._pins_by_slot.items():
+            segment, text = self.folded.representatives[kind], self.pins[pattern]
+            mine, where = Scope(kind, segment).parameter(i), f"fix['splits'][{pattern!r}]"
+            theirs = self._as_megatron.get((kind, i))
+            if text == MEGATRON and (theirs is None or (theirs.split is None and theirs.divides(self.ranks))):
+                continue  # free, or among the `whole`
+            if theirs is not None and not theirs.divides(self.ranks):
+                raise PlanError(
+                    f"{name} has {theirs.parts} part{'s' * (theirs.parts > 1)} along the dim that Megatron-LM splits, "
+                    f"which tp {self.ranks} does not divide",
+                    where=where,
+                    fix=f"use a tp that divides {theirs.parts}, or leave splits out",
+                )
             try:
-                placement = str(parse_placement(text))
+                placement = str(parse_placement(text) if theirs is None else theirs)
             except ValueError as error:
-                raise PlanError(str(error), where=f"fix['splits'][{pattern!r}]") from error
-            for kind, i, name in self.workbook.facts.hits(pattern):
-                segment = self.folded.representatives[kind]
-                mine = Scope(kind, segment).parameter(i)
-                if placement not in choices[mine]:
-                    raise PlanError(
-                        f"parameter {name} of shape {list(infos(segment.parameters[i])[0].shape)} cannot be placed as "
-                        f"{placement} on tp {self.ranks}",
-                        where=f"fix['splits'][{pattern!r}]",
-                        fix=f"possible: {', '.join(choices[mine])}",
-                    )
-                found[mine] = placement
+                raise PlanError(str(error), where=where) from error
+            if placement not in choices[mine]:
+                raise PlanError(
+                    f"parameter {name} of shape {list(infos(segment.parameters[i])[0].shape)} cannot be placed as "
+                    f"{placement} on tp {self.ranks}",
+                    where=where,
+                    fix=f"possible: {', '.join(choices[mine])}",
+                )
+            found[mine] = placement
         return found
 
 
