@@ -17,7 +17,7 @@ weights [in, out], grouped query heads and the parameters of experts need no cas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -26,8 +26,9 @@ from torch import fx
 
 from autoptd.errors import PlanError
 from autoptd.layout.placements import Split
+from autoptd.passes.analysis.flops import GROUPED, PRODUCTS
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import info, infos, is_getitem, op_name, operands, source_line
+from autoptd.passes.graph import ancestors, info, infos, is_getitem, op_name, operands, source_line
 from autoptd.passes.rules.factor_notation import MAX_GROUPS, FactorPlace
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.sharding import output_names, tensor_name
@@ -61,6 +62,19 @@ class ParameterSplit:
         return self.parts % tp == 0
 
 
+@dataclass(frozen=True)
+class MegatronSplits:
+    """The placement of each parameter that an op reads, by name, and of each activation whose width is split, by tensor
+    of the first of equal segments. Other activations are whole, or split by tokens (sequence parallelism).
+
+    `compressed`: whether columns read what whole products give, as in latent attention.
+    """
+
+    parameters: Mapping[str, ParameterSplit]
+    widths: Mapping[str, Split]
+    compressed: bool
+
+
 @dataclass
 class _Width:
     """A product's width: its number of equal parts, the parameters that are split with it, and where it is summed."""
@@ -71,12 +85,13 @@ class _Width:
     in_loss: bool = False
 
 
-def megatron_splits(folded: Folded) -> dict[str, ParameterSplit]:
-    """Return the placement of each parameter that an op reads, by name. Of equal segments the first one is read.
+def megatron_splits(folded: Folded) -> MegatronSplits:
+    """Return the placements of a model; of equal segments the first one is read.
 
     Raises PlanError for a model without a column and a row, and for a product of a layer that can be neither.
     """
-    found, names = _split_parameters(folded), folded.traced.parameters
+    graph, names = _Graph(folded), folded.traced.parameters
+    found = _split_parameters(folded, graph)
     slots = {
         (segment.kind, i): found.get(node, ParameterSplit())
         for segment in folded.representatives.values()
@@ -88,11 +103,10 @@ def megatron_splits(folded: Folded) -> dict[str, ParameterSplit]:
             name, mine = names[node.name], slots[segment.kind, i]
             if name not in placed or placed[name].split is None:  # tied to the head, say
                 placed[name] = mine
-    return placed
+    return MegatronSplits(placed, graph.carried, graph.compressed)
 
 
-def _split_parameters(folded: Folded) -> dict[fx.Node, ParameterSplit]:
-    graph = _Graph(folded)
+def _split_parameters(folded: Folded, graph: _Graph) -> dict[fx.Node, ParameterSplit]:
     found: dict[fx.Node, ParameterSplit] = {}
     rows = set[fx.Node]()
     for segment in folded.representatives.values():
@@ -101,6 +115,7 @@ def _split_parameters(folded: Folded) -> dict[fx.Node, ParameterSplit]:
             if node in rows or any(tensor_name(o) in graph.carried for o in operands(node)):
                 continue
             width = graph.column(node)
+            graph.note(node, isinstance(width, _Width))
             if isinstance(width, _Width):
                 rows |= width.rows
                 found |= {p: ParameterSplit(s, width.parts, width.in_loss) for p, s in width.weights.items()}
@@ -139,6 +154,16 @@ class _Graph:
         self.folded = folded
         self.order = {node: i for i, node in enumerate(folded.traced.graph.graph.nodes)}
         self.carried: dict[str, Split] = {}
+        self.compressed = False
+        self._whole: set[fx.Node] = set()
+
+    def note(self, product: fx.Node, is_column: bool) -> None:
+        """Record a product that is a column, or whole, and whether a column reads whole ones."""
+        if is_column:
+            before = ancestors([product], lambda n: n is product or (n.op == "call_function" and _is_real(n)))
+            self.compressed = self.compressed or not self._whole.isdisjoint(before)
+        else:
+            self._whole.add(product)
 
     def table(self) -> fx.Node | None:
         """Return the first table that is looked up: the vocabulary's."""
@@ -168,7 +193,7 @@ class _Graph:
         """Yield the factors that a product's result has of its weight alone."""
         loops, given = op_of(node).loops, operands(node)
         weighs = [self._weight(o) for o in given]
-        if loops is None or not any(weighs) or all(weighs) or len(infos(node)) != 1:
+        if loops is None or not any(weighs) or all(weighs) or node.target not in PRODUCTS | GROUPED:
             return
         every = [(name, places, _those(places, weighs)) for name, places in loops.places.items()]
         if not any(places[-1] is None and set(of) == {True, False} for _, places, of in every):
@@ -259,6 +284,10 @@ class _Graph:
                     for operand, place in zip(given, places, strict=False):
                         if place is not None:
                             yield from self._sources(operand, _split(place, count))
+
+
+def _is_real(node: fx.Node) -> bool:
+    return infos(node)[0].dtype.is_floating_point
 
 
 def _those(places: Places, weighs: Sequence[bool]) -> list[bool]:

@@ -157,25 +157,45 @@ class SplitNumbers(Prices):
             )
         for i, node in enumerate(segment.receives):
             info, name = infos(node)[0], scope(node)
-            options = self._edge_placements(info)
+            options = self._edge_placements(info, tensor_name(node))
             choices = tuple(Choice(str(p), gives=((name, p),)) for p in options)
             yield Node(scope.receive(i), choices), {name: (info, times, False)}
         for i, node in ops_of(segment):
-            choices = tuple(self._op_choice(scope, node, s, times, saved_bytes) for s in self.legal[kind][i])
+            options = (s for s in self.legal[kind][i] if self._is_in_scheme(scope, node, s))
+            choices = tuple(self._op_choice(scope, node, s, times, saved_bytes) for s in options)
             outputs = dict(zip(output_names(node), infos(node), strict=True))
             yield Node(f"{kind}/{node.name}", choices), {t: (info, times, False) for t, info in outputs.items()}
         results = {self.folded.loss: (B,), **dict.fromkeys(self.folded.sums, (sum_placement(self.ranks),))}
         for i, node in enumerate(segment.sends):
             name = scope(node)
-            options = results.get(node) or self._edge_placements(infos(node)[0])
+            options = results.get(node) or self._edge_placements(infos(node)[0], tensor_name(node))
             yield Node(scope.send(i), tuple(Choice(str(p), needs=((name, p),)) for p in options)), {}
 
-    def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
+    def _edge_placements(self, tensor: TensorInfo, name: str) -> tuple[Placement, ...]:
         """Return the placements in which a tensor may cross between segments: never partial values."""
         broadcasts: tuple[Placement, ...] = (B, BP) if tensor.requires_grad else (B,)
         if self.ranks == 1 or not self._may_cut(tensor):
             return broadcasts
-        return (*broadcasts, *(Split(d) for d, n in enumerate(tensor.shape) if self.sizes.divisible(n, self.ranks)))
+        splits = (Split(d) for d, n in enumerate(tensor.shape) if self.sizes.divisible(n, self.ranks))
+        return (*broadcasts, *(split for split in splits if self._may_split(name, tensor, split)))
+
+    def _may_split(self, name: str, tensor: TensorInfo, placement: Placement) -> bool:
+        """Return whether an activation may have a placement: Megatron-LM splits widths and tokens alone."""
+        if not self._as_megatron or not isinstance(placement, Split):
+            return True
+        return self._is_width(name, placement) or counts_tokens(tensor.shape[placement.dim])
+
+    def _is_width(self, name: str, placement: Placement) -> bool:
+        return self.workbook.facts.megatron.widths.get(name) == placement
+
+    def _is_in_scheme(self, scope: Scope, node: fx.Node, strategy: Strategy) -> bool:
+        """Return whether a strategy splits what `_may_split` allows; with a width, ops split all that they read."""
+        if not self._as_megatron:
+            return True
+        placed = [*zip(map(scope, operands(node)), self.workbook.ops[node].call.operands, strategy.needs, strict=True)]
+        placed += zip(output_names(node), infos(node), strategy.gives, strict=True)
+        along = any(self._is_width(name, p) for name, _, p in placed)
+        return along or all(name in self._used_in_place or self._may_split(name, t, p) for name, t, p in placed)
 
     def _parameter_choices(
         self,
@@ -247,7 +267,7 @@ class SplitNumbers(Prices):
         for (kind, i), (pattern, name) in self._pins_by_slot.items():
             node, theirs = self.folded.representatives[kind].parameters[i], self.pins[pattern] == MEGATRON
             if theirs and not (self.experts == "none" and node in self._experts):
-                placed = self.workbook.facts.megatron[name]
+                placed = self.workbook.facts.megatron.parameters[name]
                 if placed.divides(self.ranks) or not placed.padded:
                     found[kind, i] = placed
         return found

@@ -29,7 +29,7 @@ from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.expert_regions import expert_parameters, expert_regions
-from autoptd.passes.sharding.megatron_splits import ParameterSplit, megatron_splits
+from autoptd.passes.sharding.megatron_splits import MegatronSplits, megatron_splits
 from autoptd.passes.sharding.sharding import KindSharding, group_offers, ops_of
 from autoptd.search.sharding.expert_work import places as places_of
 from autoptd.search.sharding.fp8 import fp8_products
@@ -145,8 +145,8 @@ class GraphFacts:
         return found
 
     @cached_property
-    def megatron(self) -> Mapping[str, ParameterSplit]:
-        """The placement of each parameter in Megatron-LM. Raises PlanError for a model that it could not split."""
+    def megatron(self) -> MegatronSplits:
+        """The placements of Megatron-LM. Raises PlanError for a model that it could not split."""
         return megatron_splits(self.folded)
 
     @cached_property
