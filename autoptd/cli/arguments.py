@@ -40,7 +40,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),
     "bucket_bytes": int,
-    "stages": ("balanced", "even"),
+    "stages": ("balanced", "even", "layers"),
     "sends": ("whole", "slices"),
     "memory": ("check", "ignore"),
     "sequence_parallel": ("true", "false"),

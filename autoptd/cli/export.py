@@ -74,7 +74,9 @@ def _graph(plan: Plan, model: Any) -> Any:
     if model is None or plan.mesh.tp == 1:
         return None
     try:
-        return trace(model, seq=plan.sizes.get("s"), precision=plan.precision, loss_averaging=plan.loss_averaging).folded
+        return trace(
+            model, seq=plan.sizes.get("s"), precision=plan.precision, loss_averaging=plan.loss_averaging
+        ).folded
     except InputsError:  # of a model whose inputs only its owner knows: the export says that it was not traced
         return None
 

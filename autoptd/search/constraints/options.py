@@ -39,7 +39,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "routing": ("balanced", "natural"),
     "schedule": tuple(SCHEDULES),
     "sends": ("whole", "slices"),
-    "stages": ("balanced", "even"),
+    "stages": ("balanced", "even", "layers"),
     "zero": (0, 1, 2, 3),
 }
 STREAMS = ("dp", "ep", "p2p", "tp")
@@ -64,7 +64,7 @@ class SearchOptions(ExecutionOptions):
     ep             ranks that hold different experts and send each other rows
     etp            tp ranks that share each expert: 1 or all of tp (0)
     virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
-    stages         "balanced" by time, or "even" numbers of blocks
+    stages         "balanced" by time, "even" numbers of blocks, or whole "layers", balanced by time
     memory         "check": refuse plans that do not fit; "ignore": predict them too
     headroom       share of a device's memory that the prediction leaves free, by default for its error
     policies       of recomputation that blocks may choose from: "selective", "ops", "full"
@@ -303,7 +303,9 @@ def _read_splits(splits: object) -> dict[str, str]:
     if splits == MEGATRON:
         return {"*": MEGATRON}
     if not isinstance(splits, Mapping) or not all(isinstance(pattern, str) for pattern in splits):
-        raise PlanError(f"splits is {_shown(splits)}", where="fix['splits']", fix="give {'*.q_proj.weight': 'S0'}, or 'megatron'")
+        raise PlanError(
+            f"splits is {_shown(splits)}", where="fix['splits']", fix="give {'*.q_proj.weight': 'S0'}, or 'megatron'"
+        )
     for pattern, text in splits.items():
         try:
             if text == MEGATRON:
