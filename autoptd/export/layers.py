@@ -1,7 +1,7 @@
 """A plan in units of whole layers (`passes/layer_stack.py`): other systems can cut stages only between layers.
 
 A stage that begins inside a unit is moved to the nearer end of it, and the move is reported. If both ends are equally
-near it is moved to the beginning, so that the later stage, which has fewer in-flight microbatches, gets the whole layer.
+near, it is moved to the beginning: the later stage, which has fewer in-flight microbatches, gets the whole layer.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ megatron/core/transformer/pipeline_parallel_layer_layout.py. Both number ranks a
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,10 +82,15 @@ def megatron(plan: Plan, model: nn.Module | None = None, graph: Folded | None = 
         if plan.mesh.tp > 1:
             check_names(plan, model)
         sizes, differs = shape_arguments(model)
-        differs = [*differs, *_padded(sizes, plan.mesh.tp)]
     compressed, lines = _placements(plan, graph)
     differs += lines
-    parts = [_parallel(plan, layers, compressed), _pipeline(plan, layers), _batch(plan), _data_parallel(plan)]
+    parts = [
+        _padded(sizes, plan.mesh.tp),
+        _parallel(plan, layers, compressed),
+        _pipeline(plan, layers),
+        _batch(plan),
+        _data_parallel(plan),
+    ]
     parts += [_recompute(plan, layers), _kernels(plan), _experts(plan, model)]
     found = [item for part in parts for item in part]
     return Megatron(
@@ -299,12 +305,14 @@ def _kernels(plan: Plan) -> Items:
         yield "the logits and their gradient are both held: Megatron-LM writes the gradient in place, for less memory"
 
 
-def _padded(sizes: list[Argument], tp: int) -> Iterator[str]:
-    """Yield the padding of the vocabulary: to 128 rows per tp rank, the default of --make-vocab-size-divisible-by."""
-    vocabulary, multiple = int(dict(sizes).get("--vocab-size", 0)), 128 * tp
-    if vocabulary % multiple:
-        rows = -(-vocabulary // multiple) * multiple
-        yield f"the vocabulary is {vocabulary}: Megatron-LM pads it to {rows} rows, a multiple of {multiple}"
+def _padded(sizes: list[Argument], tp: int) -> Items:
+    """Yield the padding of the vocabulary, by default to 128 rows per tp rank."""
+    vocabulary = int(dict(sizes).get("--vocab-size", 0))
+    if vocabulary % tp:
+        rows = -(-vocabulary // (128 * tp)) * 128 * tp
+        yield f"the vocabulary is {vocabulary}: Megatron-LM pads it to {rows} rows, a multiple of {128 * tp}"
+    elif vocabulary % (128 * tp):
+        yield "--make-vocab-size-divisible-by", str(math.gcd(128, vocabulary // tp))
 
 
 def _experts(plan: Plan, model: nn.Module | None) -> Items:

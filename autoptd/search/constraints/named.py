@@ -145,7 +145,7 @@ def _reason(folded: Folded, method: SearchOptions, count: int) -> PlanError | No
 def _inside_layers(folded: Folded) -> frozenset[int]:
     """Return the segments that continue a layer, or what is before or after all layers."""
     names = [segment.name for segment in folded.segments]
-    return layer_stack(names, "the model", "fix['stages']", "leave stages='layers' out").inside
+    return layer_stack(names, "the model", "fix['stages']", "leave out stages='layers', or as_").inside
 
 
 def _check_splits(folded: Folded, splits: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ Choices that no program runs are given as `assume={"kernels": "fused"}` instead 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -43,6 +43,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
 }
 STREAMS = ("dp", "ep", "p2p", "tp")
+CHOSEN = ("cp", "dp", "ep", "etp", "micro", "pp", "recompute", "schedule", "shards", "tp", "zero")  # by the search
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # numbers of chunks per pipeline rank that are tried
 NAMED = ("cuts", "splits", "whole")  # constraints that name modules or parameters
 KNOWN = (
@@ -95,7 +96,9 @@ class Constraints:
     `mesh`: the `fix` argument of `meshes.candidates`; `splits`: parameter-name pattern -> placement, or MEGATRON for
     that of Megatron-LM; `cuts`: modules that each begin a stage; `whole`: patterns of modules that neither tp nor a
     stage boundary cuts.
-    `search/constraints/named.py` resolves the names in a graph.
+    `search/constraints/named.py` resolves the names in a graph. `among`: the values of what the search chooses, where
+    they are limited. `system`, `ways`: the system whose plans are searched, and its ways to run, each to be searched by
+    itself (`search/constraints/systems.py`).
     """
 
     mesh: Mapping[str, int | str] = field(default_factory=dict)
@@ -108,6 +111,14 @@ class Constraints:
     searched: frozenset[str] = frozenset(DIMENSIONS)
     tokens: int = 1024  # of a sample that a searched cp leaves each rank, at least
     fixed: frozenset[str] = frozenset()  # every name in `fix` or `assume`
+    among: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    system: str = ""
+    ways: tuple[Constraints, ...] = ()
+    given: frozenset[str] | None = None  # names that the user fixed, if others are those of a system
+
+    def allows(self, name: str, value: object) -> bool:
+        """Return whether the search may choose a value."""
+        return name not in self.among or value in self.among[name]
 
     def on(self, device: str) -> Constraints:
         """Return these constraints for a type of device, "cuda" or "cpu": on a GPU, kernels are compiled by default."""
@@ -115,6 +126,11 @@ class Constraints:
         if device != "cuda" or "kernels" in self.fixed or splits_backward:
             return self
         return replace(self, method=replace(self.method, kernels="compiled"))
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names that the user fixed."""
+        return self.fixed if self.given is None else self.given
 
     def searching(self, *dimensions: str) -> Constraints:
         """Return these constraints with only these of the `DIMENSIONS` searched, with every cp: to measure them."""
@@ -172,6 +188,7 @@ def schedules_and_chunks(constraints: Constraints, of_sums: bool = False) -> tup
         if method.kernels == "compiled":  # cannot split backward passes into B and W
             more = {name: tried and not row_of(name).splits_backward for name, tried in more.items()}
         schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
+    schedules = [name for name in schedules if constraints.allows("schedule", name)]
     searched = "interleaved" in schedules and "virtual" not in constraints.fixed
     return schedules, list(_CHUNKS) if searched else [method.virtual]
 

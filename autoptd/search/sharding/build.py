@@ -66,7 +66,8 @@ class SplitNumbers(Prices):
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
         `policies`: recompute policies to compute costs for. `pins`: parameter-name pattern -> placement, or MEGATRON
-        for that of Megatron-LM; the last pattern counts; `whole`: names of parameters that are not split. Both apply to all equal segments if they name a parameter of one.
+        for that of Megatron-LM; the last pattern that matches counts. `whole`: names of parameters that are not split.
+        Both apply to all equal segments if they name a parameter of one.
         `programs`: cache of programs built before; `like`: as in `Prices`.
         """
         super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context, like)
@@ -262,7 +263,7 @@ class SplitNumbers(Prices):
 
     @cached_property
     def _as_megatron(self) -> Mapping[tuple[str, int], ParameterSplit]:
-        """The parameters that are placed as in Megatron-LM, but for those that it pads and experts that tp leaves whole."""
+        """The parameters placed as in Megatron-LM, but for those that it pads and experts that tp leaves whole."""
         found = {}
         for (kind, i), (pattern, name) in self._pins_by_slot.items():
             node, theirs = self.folded.representatives[kind].parameters[i], self.pins[pattern] == MEGATRON
