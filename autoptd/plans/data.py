@@ -257,8 +257,9 @@ class PlanData(Part):
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
             f"{asked.attention} attention": asked.attention != default.attention,
-            f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": asked.dispatch
-            != default.dispatch,
+            f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": (
+                asked.dispatch != default.dispatch and self.mesh.ep > 1
+            ),
             f"products in fp8 ({asked.fp8})": asked.fp8 != default.fp8,
             f"rows of experts permuted by other kernels ({asked.permutation})": asked.permutation
             != default.permutation,

@@ -115,7 +115,7 @@ def _split_parameters(folded: Folded, graph: _Graph) -> dict[fx.Node, ParameterS
             if node in rows or any(tensor_name(o) in graph.carried for o in operands(node)):
                 continue
             width = graph.column(node)
-            graph.note(node, isinstance(width, _Width))
+            graph.note(node, segment, isinstance(width, _Width))
             if isinstance(width, _Width):
                 rows |= width.rows
                 found |= {p: ParameterSplit(s, width.parts, width.in_loss) for p, s in width.weights.items()}
@@ -157,10 +157,11 @@ class _Graph:
         self.compressed = False
         self._whole: set[fx.Node] = set()
 
-    def note(self, product: fx.Node, is_column: bool) -> None:
+    def note(self, product: fx.Node, segment: Segment, is_column: bool) -> None:
         """Record a product that is a column, or whole, and whether a column reads whole ones."""
         if is_column:
-            before = ancestors([product], lambda n: n is product or (n.op == "call_function" and _is_real(n)))
+            inside = {n for n in segment.nodes if n is product or _is_wide(n)}
+            before = ancestors([product], inside.__contains__)
             self.compressed = self.compressed or not self._whole.isdisjoint(before)
         else:
             self._whole.add(product)
@@ -286,8 +287,10 @@ class _Graph:
                             yield from self._sources(operand, _split(place, count))
 
 
-def _is_real(node: fx.Node) -> bool:
-    return infos(node)[0].dtype.is_floating_point
+def _is_wide(node: fx.Node) -> bool:
+    """Return whether a tensor has a width: it is no index, and no single score of each row, as a router gives."""
+    tensor = infos(node)[0]
+    return tensor.dtype.is_floating_point and tensor.shape[-1:] != (1,)
 
 
 def _those(places: Places, weighs: Sequence[bool]) -> list[bool]:
