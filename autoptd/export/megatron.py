@@ -133,7 +133,7 @@ def _parallel(plan: Plan, layers: Layers, compressed: bool) -> Items:
             yield "--tp-comm-overlap", ""
         else:
             yield "tensor-parallel all-reduces overlap compute: Megatron-LM needs sequence parallelism for that"
-    if mesh.tp > 1 and not compressed:
+    if mesh.tp > 1 and not compressed and not mesh.etp:  # with etp 1 no tokens of experts travel over tp
         usual = {"all_gather": 2.0, "reduce_scatter": 2.0} if sequence else {"all_reduce": 2.0}
         yield from collectives_differ(plan, layers, usual, "Megatron-LM's")
     if sequence and plan.method.gathers == "kept":

@@ -24,7 +24,7 @@ from autoptd.search.constraints.assumed import by_keyword
 from autoptd.search.constraints.options import CHOSEN, Constraints, read_constraints
 
 Way = Mapping[str, Collection[Any]]
-SEVERAL = range(2, 2**31)  # ranks of an axis
+SEVERAL = frozenset(range(2, 2**11 + 1))  # pipeline ranks
 
 _MEGATRON: Way = {
     "splits": (MEGATRON,),
