@@ -56,16 +56,16 @@ _TORCHTITAN: Way = {
 }
 
 SYSTEMS: Mapping[str, tuple[Way, ...]] = {
-    "megatron": (_MEGATRON | _ONE_F_ONE_B, _MEGATRON | _INTERLEAVED),
+    "megatron": ({**_MEGATRON, **_ONE_F_ONE_B}, {**_MEGATRON, **_INTERLEAVED}),
     "nemo": (
-        _MEGATRON | {"schedule": ("1f1b",), "overlap": (("dp", "tp"),), "sequence_parallel": (True,)},
-        _MEGATRON | {"schedule": ("interleaved",), "overlap": (("dp", "p2p", "tp"),), "sequence_parallel": (True,)},
+        {**_MEGATRON, "schedule": ("1f1b",), "overlap": (("dp", "tp"),), "sequence_parallel": (True,)},
+        {**_MEGATRON, "schedule": ("interleaved",), "overlap": (("dp", "p2p", "tp"),), "sequence_parallel": (True,)},
     ),
     "torchtitan": (
         # without stages: FSDP reshards parameters after forward or not, and reduces gradients of every microbatch
-        _TORCHTITAN | {"pp": (1,), "schedule": ("1f1b",), "zero": (3, 2, 0)},
+        {**_TORCHTITAN, "pp": (1,), "schedule": ("1f1b",), "zero": (3, 2, 0)},
         # with stages it keeps them for the step, and reduces gradients after the last microbatch, as ZeRO 1 does
-        _TORCHTITAN | {"pp": SEVERAL, "schedule": ("1f1b", "gpipe", "interleaved"), "zero": (1, 0)},
+        {**_TORCHTITAN, "pp": SEVERAL, "schedule": ("1f1b", "gpipe", "interleaved"), "zero": (1, 0)},
     ),
 }
 _SEARCHED = frozenset(

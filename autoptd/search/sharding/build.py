@@ -162,8 +162,8 @@ class SplitNumbers(Prices):
             choices = tuple(Choice(str(p), gives=((name, p),)) for p in options)
             yield Node(scope.receive(i), choices), {name: (info, times, False)}
         for i, node in ops_of(segment):
-            options = (s for s in self.legal[kind][i] if self._is_in_scheme(scope, node, s))
-            choices = tuple(self._op_choice(scope, node, s, times, saved_bytes) for s in options)
+            legal = [s for s in self.legal[kind][i] if self._is_in_scheme(scope, node, s)]
+            choices = tuple(self._op_choice(scope, node, s, times, saved_bytes) for s in legal)
             outputs = dict(zip(output_names(node), infos(node), strict=True))
             yield Node(f"{kind}/{node.name}", choices), {t: (info, times, False) for t, info in outputs.items()}
         results = {self.folded.loss: (B,), **dict.fromkeys(self.folded.sums, (sum_placement(self.ranks),))}
