@@ -54,13 +54,13 @@ GPT3 = """\
 # differs: stage 3 begins with layer 35, not inside it with transformer.h.35.{ln_2,mlp}
 # differs: stage 5 begins with layer 59, not inside it with transformer.h.59.{ln_2,mlp}
 # differs: stage 7 begins with layer 84, not inside it with transformer.h.84.{ln_2,mlp}
+# differs: the vocabulary is 50257: Megatron-LM pads it to 51200 rows, a multiple of 1024
 # differs: tp-gathered inputs are saved for backward: Megatron-LM re-gathers them in backward, for less memory
 # differs: P2P between stages overlaps compute: that of Megatron-LM's 1F1B does not
 # differs: 1 layer is recomputed in part: Megatron-LM recomputes whole layers
 # differs: recomputed layers per stage are 5, 1, 0 × 2, 1, 0 × 3: Megatron-LM takes one number, here the largest
 # differs: eager kernels are planned: Megatron-LM's are fused by hand, so times will differ
 # differs: the logits and their gradient are both held: Megatron-LM writes the gradient in place, for less memory
-# differs: the vocabulary is 50257: Megatron-LM pads it to 51200 rows, a multiple of 1024
 # differs: the model was not traced: placements are not compared
 # left to you: --lr and its schedule, --clip-grad (1.0 by default), --train-iters, data, tokenizer and checkpoints
 export CUDA_DEVICE_MAX_CONNECTIONS=1

@@ -1,4 +1,4 @@
-"""The plans that another training system can be told to carry out, as constraints: `as_="megatron"`.
+"""The plans that another training system's arguments can express, as constraints: `as_="megatron"`.
 
 A system is a list of ways to run. A way maps names of `fix` and `assume` to the values that the system's arguments can
 express. Of the names that the search chooses it tries all of these values; of the others it takes the first. What the
@@ -91,7 +91,7 @@ def read_system(
         choice, values = next(_conflicts(SYSTEMS[name][0], given))
         possible = dict.fromkeys(repr(v) for way in SYSTEMS[name] for v in way.get(choice, values) if v not in SEVERAL)
         raise PlanError(
-            f"{name} cannot be told {choice} {given[choice]!r}",
+            f"{name} cannot express {choice} {given[choice]!r}",
             where=f"as_ {name!r}, fix[{choice!r}]",
             fix=f"possible: {', '.join(possible)}; or leave as_ out",
         )

@@ -7,7 +7,6 @@ tensor agree on its placement, and so do all kinds that read a shared parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
@@ -34,7 +33,7 @@ from autoptd.search.sharding.cost import Prices
 from autoptd.search.sharding.ilp import SplitPrograms
 from autoptd.search.sharding.kind_cost import PARTIAL
 from autoptd.search.sharding.op_table import Workbook
-from autoptd.search.sharding.problem import Choice, Node, SplitProblem
+from autoptd.search.sharding.problem import Choice, Node, Scope, SplitProblem
 from autoptd.search.sharding.strategies import ExpertsOnTp, counts_tokens, legal_strategies
 
 
@@ -396,34 +395,3 @@ class SplitNumbers(Prices):
                 )
             found[mine] = placement
         return found
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Names of tensors and nodes within a kind; tensors from outside the segment get the kind as a prefix."""
-
-    kind: str
-    segment: Segment
-
-    def __call__(self, node: fx.Node) -> str:
-        return f"{self.kind}:{node.name}" if self.is_input(node) else tensor_name(node)
-
-    def is_input(self, node: fx.Node) -> bool:
-        return node not in self._own
-
-    @cached_property
-    def _own(self) -> frozenset[fx.Node]:
-        return frozenset(self.segment.nodes)
-
-    def is_outside(self, node: fx.Node) -> bool:
-        """Return whether a node is a parameter or in the prelude: these stay in memory anyway."""
-        return node in self.segment.parameters or node in self.segment.prelude
-
-    def parameter(self, i: int) -> str:
-        return f"{self.kind}/parameter:{i}"
-
-    def receive(self, i: int) -> str:
-        return f"{self.kind}/receive:{i}"
-
-    def send(self, i: int) -> str:
-        return f"{self.kind}/send:{i}"

@@ -90,12 +90,12 @@ def test_torchtitan_shards_parameters_unless_there_are_stages():
 @pytest.mark.parametrize(
     ("as_", "fix", "what"),
     [
-        ("megatron", {"schedule": "zero-bubble"}, "cannot be told schedule 'zero-bubble'"),
-        ("megatron", {"zero": 3}, "cannot be told zero 3"),
-        ("megatron", {"recompute": "ops"}, "cannot be told recompute 'ops'"),
-        ("megatron", {"splits": {"*.q_proj.weight": "S1"}}, "cannot be told splits"),
-        ("torchtitan", {"offload": 0.5}, "cannot be told offload 0.5"),
-        ("torchtitan", {"pp": 2, "zero": 3}, "cannot be told"),
+        ("megatron", {"schedule": "zero-bubble"}, "cannot express schedule 'zero-bubble'"),
+        ("megatron", {"zero": 3}, "cannot express zero 3"),
+        ("megatron", {"recompute": "ops"}, "cannot express recompute 'ops'"),
+        ("megatron", {"splits": {"*.q_proj.weight": "S1"}}, "cannot express splits"),
+        ("torchtitan", {"offload": 0.5}, "cannot express offload 0.5"),
+        ("torchtitan", {"pp": 2, "zero": 3}, "cannot express"),
         ("megatrn", {}, "no system is called 'megatrn'"),
     ],
 )
@@ -117,7 +117,7 @@ def test_layers_are_not_cut():
 
 @pytest.mark.parametrize("way", range(len(SYSTEMS["megatron"])))
 def test_no_plan_of_a_system_is_faster_than_any(way: int):
-    """The same kernels and overlaps are assumed of both."""
+    """Assume the same kernels and overlaps of both."""
     limits = SYSTEMS["megatron"][way]
     assumed = {"kernels": "fused", "attention": "cudnn", "overlap": next(iter(limits["overlap"]))}
     fix = {"schedule": limits["schedule"][0], "headroom": 0, "tp": 2, "pp": 2, "cp": 1, "micro": 1, "recompute": "none"}
