@@ -41,6 +41,7 @@ from autoptd.runtime.loss_scaling import Finite
 from autoptd.runtime.optimizers.groups import read_groups
 from autoptd.runtime.torch_compile import DEFAULT
 from autoptd.search.constraints.options import read_constraints
+from autoptd.search.constraints.systems import read_system
 
 
 @public
@@ -90,6 +91,7 @@ def plan(
     clip_norm: float | None = None,
     fix: Mapping[str, Any] | None = None,
     assume: Mapping[str, Any] | None = None,
+    as_: str | None = None,
     exact: bool = False,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
@@ -123,6 +125,8 @@ def plan(
         fix: choices made by hand, such as `{"tp": 8, "recompute": "full"}`; keys are `options.KNOWN`.
         assume: execution that the runtime cannot do, such as `{"kernels": "fused"}` (`assumed.ASSUMABLE`). Such a plan
             is a prediction only (`Plan.not_runnable`).
+        as_: "megatron", "nemo" or "torchtitan": search only plans that this system's arguments can express, as it
+            would carry them out; `fix` narrows them further. Most of these plans are predictions.
         exact: search until no better plan can exist, for small models. Otherwise `plan.notes` bounds the possible gain.
         time_limit_s: limit of the search once it has a plan; the result then depends on the machine's speed.
         progress: receives the steps of the work. Default: silent.
@@ -131,7 +135,7 @@ def plan(
     """
     progress = progress or Silent()
     check_sizes(world, batch)
-    constraints, chosen, where = read_constraints(fix, assume), optimizer_name(optimizer), _cluster(cluster)
+    constraints, chosen, where = read_system(as_, fix, assume), optimizer_name(optimizer), _cluster(cluster)
     check_clip(clip_norm)
     check_limit(time_limit_s)
     source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)

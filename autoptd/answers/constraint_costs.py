@@ -50,7 +50,7 @@ class Pin:
 def pins_of(fix: Mapping[str, Any]) -> Iterator[Pin]:
     """Yield each constraint by itself: one per pattern of `splits` and `whole`, one for all cuts."""
     for name, value in fix.items():
-        if name == "splits":
+        if name == "splits" and isinstance(value, Mapping):
             yield from (Pin(name, f"split {pattern}={placement}", pattern) for pattern, placement in value.items())
         elif name == "whole":
             yield from (Pin(name, f"whole {pattern}", pattern) for pattern in dict.fromkeys(_as_tuple(value)))

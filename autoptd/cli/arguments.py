@@ -40,7 +40,8 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both"),
     "bucket_bytes": int,
-    "stages": ("balanced", "even"),
+    "splits": ("megatron",),
+    "stages": ("balanced", "even", "layers"),
     "sends": ("whole", "slices"),
     "memory": ("check", "ignore"),
     "sequence_parallel": ("true", "false"),
@@ -173,6 +174,8 @@ def all_fixed(arguments: argparse.Namespace) -> dict[str, object]:
         if pattern in splits:
             raise UsageError(f"{pattern!r} is split twice", where="--split", fix="give it once")
         splits[pattern] = placement
+    if splits and (every := fixed.get("splits")):
+        splits = {"*": str(every), **splits}
     named = {"splits": splits, "cuts": tuple(arguments.cut or ()), "whole": tuple(arguments.whole or ())}
     return fixed | {name: value for name, value in named.items() if value}
 

@@ -57,12 +57,28 @@ def _exported(plan: Plan, to: str, model: str | None) -> dict[str, Any]:
     if to == "megatron":
         from autoptd.export.megatron import megatron
 
-        said = megatron(plan, _model(plan, model, needed=False))
+        built = _model(plan, model, needed=False)
+        said = megatron(plan, built, _graph(plan, built))
         return {"text": said.to_text(), "data": said.to_data(), "differs": said.differs}
     from autoptd.export.torch_program import torch_program
 
     program = torch_program(plan, _model(plan, model, needed=True))
     return {"text": program.to_text(), "data": program.to_data(), "differs": program.differs}
+
+
+def _graph(plan: Plan, model: Any) -> Any:
+    """Return the model's graph, which placements are compared by; None if there is nothing to compare, or no inputs."""
+    from autoptd.api import trace
+    from autoptd.errors import InputsError
+
+    if model is None or plan.mesh.tp == 1:
+        return None
+    try:
+        return trace(
+            model, seq=plan.sizes.get("s"), precision=plan.precision, loss_averaging=plan.loss_averaging
+        ).folded
+    except InputsError:  # of a model whose inputs only its owner knows: the export says that it was not traced
+        return None
 
 
 def _model(plan: Plan, name: str | None, needed: bool) -> Any:

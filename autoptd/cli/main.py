@@ -43,7 +43,7 @@ from autoptd.cli.verify import add_arguments as add_verify_arguments
 from autoptd.cli.verify import run_verify
 from autoptd.errors import AutoptdError, DoesNotFit
 from autoptd.passes.gc_pause import without_collector
-from autoptd.search.constraints.assumed import ASSUMABLE
+from autoptd.search.constraints.assumed import ASSUMABLE, SYSTEM_NAMES
 
 DONE, NO, BAD = 0, 1, 2
 _MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
@@ -272,6 +272,8 @@ def _parser() -> _Parser:
     plan.add_argument("--fix", type=read_fix, action=Together, metavar="K=V,…", help=fixed)
     assumed = f"predict only, with options that no generated program can run: {', '.join(ASSUMABLE)}"
     plan.add_argument("--assume", type=read_assume, action=Together, metavar="K=V,…", help=assumed)
+    system = "search only what this system's arguments can express, as it would run"
+    plan.add_argument("--as", dest="as_", choices=SYSTEM_NAMES, help=system)
     _add_constraints(plan)
     _add_answers(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")

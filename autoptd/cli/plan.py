@@ -90,12 +90,12 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     from autoptd.cost_models.cluster import Cluster
     from autoptd.cost_models.local_cluster import default_cluster
     from autoptd.search.constraints.assumed import by_keyword
-    from autoptd.search.constraints.options import read_constraints
+    from autoptd.search.constraints.systems import read_system
 
     clusters = [Cluster.load(name) for name in swept.get("cluster", (arguments.cluster,)) if name]
     cluster = clusters[0] if clusters else default_cluster()
     fix, assume = by_keyword(arguments.fix)
-    read_constraints(fix, assume)
+    read_system(arguments.as_, fix, assume)
     seq = max(swept["seq"]) if "seq" in swept else arguments.seq
     averaging = arguments.loss_averaging
     traced = autoptd.api.trace(
@@ -107,6 +107,7 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
         "optimizer": arguments.optimizer,
         "exact": arguments.exact,
         "time_limit_s": arguments.time_limit,
+        "as_": arguments.as_,
     }
     return PlanQuery(traced, world, cluster, batch, arguments.fix, options, name)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 
 from autoptd.codegen.blocks import name_blocks
 from autoptd.compile.notes import activation_notes, answer_notes, batch_notes, device_of, memory_notes, offload_notes
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
-from autoptd.errors import PlanError
+from autoptd.errors import AutoptdError, DoesNotFit, PlanError
 from autoptd.layout.execution import ExecutionOptions
 from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
 from autoptd.passes.fold import Folded
@@ -57,33 +57,55 @@ def make_plan(
 
     batch: samples per step over all ranks; None for 8 × world. exact: search without a limit on effort.
     """
-    notes, constraints = list(source.notes), constraints.on(cluster.device.kind)
+    notes = list(source.notes)
     size = samples_of(batch, world)
     notes += [] if batch is not None else [f"batch was not given: 8 × world = {size} samples"]
-    notes += idle_notes(constraints, world)
     sizes = {str(symbol): n for symbol, n in source.sizes.items()} | {SAMPLES: size}
     refuse_other_sizes(source.folded.traced.conditions, sizes, PlanError)
-    task = Task(
-        source.folded,
-        cluster,
-        world,
-        size,
-        source.sizes,
-        precision,
-        optimizer,
-        constraints,
-        effort=None if exact else EFFORT,
-        time_limit_s=time_limit_s or math.inf,
-    )
-    check_loss(source, dp=constraints.mesh.get("dp"), microbatches=size / int(constraints.mesh.get("micro", 1)))
     name_blocks(source.folded)  # raises TraceError for names that clash with those of emitted modules
-    answer = Planner(task, progress, source.known).answer()
-    notes += pin_notes(source.folded, constraints, answer.staged.candidate.tp)
+    tasks = []
+    for way in constraints.ways or (constraints,):
+        way = way.on(cluster.device.kind)
+        task = Task(
+            source.folded,
+            cluster,
+            world,
+            size,
+            source.sizes,
+            precision,
+            optimizer,
+            way,
+            effort=None if exact else EFFORT,
+            time_limit_s=time_limit_s or math.inf,
+        )
+        tasks.append(task)
+    idle = idle_notes(tasks[0].constraints, world)
+    check_loss(source, dp=constraints.mesh.get("dp"), microbatches=size / int(constraints.mesh.get("micro", 1)))
+    task, answer = _best(source, tasks, progress)
+    notes += [*idle, *pin_notes(source.folded, task.constraints, answer.staged.candidate.tp)]
     notes += memory_notes(answer.staged, cluster)
     notes += offload_notes(answer.staged, cluster) + activation_notes(answer.staged, cluster)
     notes += batch_notes(answer.staged, size)
     notes += answer_notes(source, answer)
     return _to_plan(source, task, answer, tuple(notes))
+
+
+def _best(source: TracedModel, tasks: Sequence[Task], progress: Progress) -> tuple[Task, Answer]:
+    """Return the fastest answer to any of several tasks on one model. Raises an error if there is none."""
+    found, errors = list[tuple[Task, Answer]](), list[AutoptdError]()
+    for task in tasks:
+        try:
+            found.append((task, Planner(task, progress, source.known).answer()))
+        except (PlanError, DoesNotFit) as error:
+            errors.append(error)
+    if not found:
+        raise next((error for error in errors if isinstance(error, DoesNotFit)), errors[0])
+    task, best = min(found, key=lambda each: each[1].staged.seconds)
+    answers = [answer for _, answer in found]
+    bound_s = min(answer.staged.seconds * (1 - answer.gap) for answer in answers)
+    considered, visited = (sum(getattr(answer, name) for answer in answers) for name in ("considered", "visited"))
+    gap = max(0.0, 1 - bound_s / best.staged.seconds)
+    return task, replace(best, gap=gap, considered=considered, visited=visited)
 
 
 def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
@@ -112,6 +134,7 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         loss_averaging=folded.traced.averaging,
         statistics=folded.statistics.count,
         updates=source.updates,
+        system=task.constraints.system,
         whole=tuple(sorted(staged.chunks.whole.shapes)),
         method=_execution_options(staged, sharding, folded),
         stages=tuple(

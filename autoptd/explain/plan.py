@@ -79,7 +79,9 @@ def explain_html(plan: PlanData) -> str:
 def headline(plan: PlanData) -> str:
     """Return the answer in one line: `gpt3-175b on 64 × dgx-h100: dp 1 × tp 8 × pp 8, ZeRO-1, recompute none`."""
     zero = f"ZeRO-{plan.zero}" if plan.zero else "no ZeRO"
-    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}"
+    system = f", as {printable(plan.system, keep='')}" if plan.system else ""
+    where = f"{plan.model} on {plan.world} × {plan.cluster.name}"
+    return f"{where}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}{system}"
 
 
 def steps(plan: PlanData) -> str:
@@ -126,7 +128,7 @@ def method(plan: PlanData) -> str:
         parts.append(f"{options.attention} attention")
     if plan.mesh.cp > 1:
         parts.append("ring attention" if options.context == "ring" else "Ulysses attention")
-    if options.gathers == "again":
+    if options.gathers == "again" and plan.mesh.tp > 1:
         parts.append("tp re-gather in backward")
     if any(options.offload):
         parts.append(f"{offloaded(options)} of the optimizer state in host memory")

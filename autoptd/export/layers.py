@@ -1,11 +1,7 @@
-"""A plan in units of whole layers: other systems can cut stages only between layers.
+"""A plan in units of whole layers (`passes/layer_stack.py`): other systems can cut stages only between layers.
 
-    segments   transformer.wte | h.0.{ln_1,attn} h.0.{ln_2,mlp} | h.1… | … | transformer.ln_f  lm_head
-    units      0: before       | 1: layer 0                     | 2    | … | count + 1: after
-
-A unit is everything before the stack of layers, one layer, or everything after the stack. A stage that begins inside a
-unit is moved to the nearer end of it, and the move is reported. If both ends are equally near it is moved to the
-beginning, so that the later stage, which has fewer in-flight microbatches, gets the whole layer.
+A stage that begins inside a unit is moved to the nearer end of it, and the move is reported. If both ends are equally
+near, it is moved to the beginning: the later stage, which has fewer in-flight microbatches, gets the whole layer.
 """
 
 from __future__ import annotations
@@ -17,10 +13,8 @@ from glob import escape
 from itertools import pairwise
 
 from autoptd.errors import PlanError
+from autoptd.passes.layer_stack import layer_stack
 from autoptd.plans.model import Plan
-from autoptd.text import ranges
-
-_LAYER = re.compile(r"^(?P<stack>(?:(?!\d+\.)[^.{}]+\.)*)(?P<index>\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -80,41 +74,9 @@ def read_layers(plan: Plan) -> Layers:
             where="updates",
             fix="run the program that autoptd emits",
         )
-    found = [_LAYER.match(name) for name in plan.segments]
-    stacks = Counter(m["stack"] for m in found if m)
-    if not stacks:
-        raise PlanError(
-            f"no layers are found in {plan.model}: no segment has a name like layers.0",
-            where="segments",
-            fix="export to json, which needs no layers",
-        )
-    numbers = {stack: {int(m["index"]) for m in found if m and m["stack"] == stack} for stack in stacks}
-    if several := sorted(stack for stack in stacks if len(numbers[stack]) > 1)[1:]:
-        names = ", ".join(sorted(stack.rstrip(".") for stack in stacks if len(numbers[stack]) > 1))
-        raise PlanError(
-            f"{plan.model} has {1 + len(several)} stacks of layers ({names}); only one can be exported",
-            where="segments",
-            fix="export to json, which takes any number of stacks",
-        )
-    stack = max(stacks, key=lambda s: (len(numbers[s]), stacks[s]))
-    owners, count = _owners([int(m["index"]) if m and m["stack"] == stack else None for m in found], plan)
-    bounds, moved = _bounds(plan, owners, count)
-    return Layers(stack.rstrip("."), count, owners, bounds, tuple(moved))
-
-
-def _owners(indices: list[int | None], plan: Plan) -> tuple[tuple[int, ...], int]:
-    """Return each segment's unit (unnumbered ones join the layer before, or an end of the model), and the count."""
-    known = [i for i in indices if i is not None]
-    if list(dict.fromkeys(known)) != list(range(max(known) + 1)):
-        raise PlanError(
-            f"the layers of {plan.model} are not numbered consecutively from 0: {ranges(known)}", where="segments"
-        )
-    last = max(i for i, index in enumerate(indices) if index is not None)
-    owners, unit = [], 0
-    for i, index in enumerate(indices):
-        unit = unit if index is None else index + 1
-        owners.append(unit if i <= last else max(known) + 2)
-    return tuple(owners), max(known) + 1
+    stack = layer_stack(plan.segments, plan.model, "segments", "export to json, which needs no layers, and takes any")
+    bounds, moved = _bounds(plan, stack.owners, stack.count)
+    return Layers(stack.path, stack.count, stack.owners, bounds, tuple(moved))
 
 
 def _bounds(plan: Plan, owners: tuple[int, ...], count: int) -> tuple[tuple[int, ...], list[str]]:

@@ -9,6 +9,7 @@ megatron/core/transformer/pipeline_parallel_layer_layout.py. Both number ranks a
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from autoptd.export.layers import (
 )
 from autoptd.export.megatron_model import Argument, shape_arguments
 from autoptd.export.megatron_splits import split_differences
+from autoptd.export.roles import check_names
+from autoptd.passes.fold import Folded
+from autoptd.passes.sharding.megatron_splits import megatron_splits
 from autoptd.plans.model import Plan
 from autoptd.text import printable
 
@@ -62,21 +66,31 @@ class Megatron:
         }
 
 
-def megatron(plan: Plan, model: nn.Module | None = None) -> Megatron:
+def megatron(plan: Plan, model: nn.Module | None = None, graph: Folded | None = None) -> Megatron:
     """Return the closest arguments, and a sentence for each property of the plan that they do not express.
 
-    With the model (it may be on meta) they include its sizes, and placements are compared. Raises PlanError for plans
-    without a counterpart: fp64, no or several stacks of layers, a stage without a whole layer.
+    With the model (it may be on meta) they include its sizes, and with its graph (`autoptd.trace(model).folded`)
+    placements are compared. Raises PlanError for plans without a counterpart: fp64, no or several stacks of layers, a
+    stage without a whole layer.
     """
     if plan.precision == "fp64":
         raise PlanError("Megatron-LM trains in bf16, fp16 or fp32, not in fp64", where="precision", fix="plan in bf16")
     layers = read_layers(plan)
     sizes: list[Argument] = []
-    differs = ["no model was given: placements are not compared, and the model's sizes are left to you"]
+    differs = ["no model was given: the model's sizes are left to you"]
     if model is not None:
+        if plan.mesh.tp > 1:
+            check_names(plan, model)
         sizes, differs = shape_arguments(model)
-        differs = [*differs, *_padded(sizes, plan.mesh.tp), *split_differences(plan, model, layers)]
-    parts = [_parallel(plan, layers), _pipeline(plan, layers), _batch(plan), _data_parallel(plan)]
+    compressed, lines = _placements(plan, graph)
+    differs += lines
+    parts = [
+        _padded(sizes, plan.mesh.tp),
+        _parallel(plan, layers, compressed),
+        _pipeline(plan, layers),
+        _batch(plan),
+        _data_parallel(plan),
+    ]
     parts += [_recompute(plan, layers), _kernels(plan), _experts(plan, model)]
     found = [item for part in parts for item in part]
     return Megatron(
@@ -90,7 +104,20 @@ def megatron(plan: Plan, model: nn.Module | None = None) -> Megatron:
 Items = Iterator[Argument | str]  # arguments and differences
 
 
-def _parallel(plan: Plan, layers: Layers) -> Items:
+def _placements(plan: Plan, graph: Folded | None) -> tuple[bool, list[str]]:
+    """Return whether the model has compressed projections, whose number of collectives differs, and the differences."""
+    if plan.mesh.tp == 1:
+        return False, []
+    if graph is None:
+        return False, ["the model was not traced: placements are not compared"]
+    try:
+        theirs = megatron_splits(graph)
+    except PlanError as error:
+        return False, [f"placements are not compared: {error.what}"]
+    return theirs.compressed, split_differences(plan, graph, theirs)
+
+
+def _parallel(plan: Plan, layers: Layers, compressed: bool) -> Items:
     mesh = plan.mesh
     yield "--tensor-model-parallel-size", str(mesh.tp)
     yield "--pipeline-model-parallel-size", str(mesh.pp)
@@ -106,7 +133,7 @@ def _parallel(plan: Plan, layers: Layers) -> Items:
             yield "--tp-comm-overlap", ""
         else:
             yield "tensor-parallel all-reduces overlap compute: Megatron-LM needs sequence parallelism for that"
-    if mesh.tp > 1:
+    if mesh.tp > 1 and not compressed and not mesh.etp:  # with etp 1 no tokens of experts travel over tp
         usual = {"all_gather": 2.0, "reduce_scatter": 2.0} if sequence else {"all_reduce": 2.0}
         yield from collectives_differ(plan, layers, usual, "Megatron-LM's")
     if sequence and plan.method.gathers == "kept":
@@ -285,25 +312,41 @@ def _kernels(plan: Plan) -> Items:
         yield "the logits and their gradient are both held: Megatron-LM writes the gradient in place, for less memory"
 
 
-def _padded(sizes: list[Argument], tp: int) -> Iterator[str]:
-    """Yield the padding of the vocabulary: to 128 rows per tp rank, the default of --make-vocab-size-divisible-by."""
-    vocabulary, multiple = int(dict(sizes).get("--vocab-size", 0)), 128 * tp
-    if vocabulary % multiple:
-        rows = -(-vocabulary // multiple) * multiple
-        yield f"the vocabulary is {vocabulary}: Megatron-LM pads it to {rows} rows, a multiple of {multiple}"
+def _padded(sizes: list[Argument], tp: int) -> Items:
+    """Yield the padding of the vocabulary, by default to 128 rows per tp rank."""
+    vocabulary = int(dict(sizes).get("--vocab-size", 0))
+    if vocabulary % tp:
+        rows = -(-vocabulary // (128 * tp)) * 128 * tp
+        yield f"the vocabulary is {vocabulary}: Megatron-LM pads it to {rows} rows, a multiple of {128 * tp}"
+    elif vocabulary % (128 * tp):
+        yield "--make-vocab-size-divisible-by", str(math.gcd(128, vocabulary // tp))
 
 
 def _experts(plan: Plan, model: nn.Module | None) -> Items:
-    """Yield expert parallelism: that of the plan, and parameters [expert, …, …] that tp splits by their first dim."""
-    mesh = plan.mesh
+    """Yield the arguments of experts: parameters [expert, …, …], which tp may split by their first dim."""
+    mesh, method = plan.mesh, plan.method
     shapes = {} if model is None else {name: p.shape for name, p in model.named_parameters()}
     texts = {text for name, text in plan.splits.parameters.items() if len(shapes.get(name, ())) == 3}
     over_tp = mesh.tp > 1 and "S0" in texts and not mesh.etp
-    if mesh.ep > 1 or over_tp:
-        yield "--expert-model-parallel-size", str(mesh.ep * mesh.tp if over_tp else mesh.ep)
-        yield "--expert-tensor-parallel-size", str(1 if over_tp else mesh.etp or mesh.tp)
+    if not texts and mesh.ep == 1:
+        return
+    yield "--expert-model-parallel-size", str(mesh.ep * mesh.tp if over_tp else mesh.ep)
+    yield "--expert-tensor-parallel-size", str(1 if over_tp else mesh.etp or mesh.tp)
+    yield "--moe-grouped-gemm", ""
+    if method.dispatch == "merged":
+        yield "--moe-token-dispatcher-type", "flex"
+        yield "--moe-enable-deepep", ""
+    else:
+        yield "--moe-token-dispatcher-type", "alltoall"
+    fused = method.permutation == "fused" or (method.kernels == "fused" and not method.permutation)
+    if fused:
+        yield "--moe-permute-fusion", ""
+    if "ep" in method.overlap and mesh.ep > 1:
+        yield "--overlap-moe-expert-parallel-comm", ""
     if over_tp:
         yield "tp ranks share out experts and each has all rows: Megatron-LM's tp ranks send their own tokens' rows"
+    elif mesh.ep > 1 and mesh.tp > 1 and not mesh.etp and method.dispatch == "rows":
+        yield "each tp rank sends all rows to experts: each of Megatron-LM's sends its part, and gathers the others'"
 
 
 def _environment(plan: Plan) -> tuple[tuple[str, str | None], ...]:

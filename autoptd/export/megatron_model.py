@@ -126,5 +126,13 @@ def _experts(config: Any) -> Iterator[Argument]:
     count = getattr(config, "num_local_experts", None) or config.num_experts
     yield "--num-experts", str(count)
     yield "--moe-router-topk", str(config.num_experts_per_tok)
+    yield "--moe-router-dtype", "fp32"  # transformers' routers take the softmax in float32
+    if not getattr(config, "norm_topk_prob", True):  # weights that are not normalised: softmax before the choice
+        yield "--moe-router-pre-softmax", ""
+    if getattr(config, "output_router_logits", False):
+        yield "--moe-router-load-balancing-type", "aux_loss"
+        yield "--moe-aux-loss-coeff", f"{config.router_aux_loss_coef:g}"
+    else:  # the model's loss has no such term
+        yield "--moe-router-load-balancing-type", "none"
     if width := getattr(config, "moe_intermediate_size", None):
         yield "--moe-ffn-hidden-size", str(width)

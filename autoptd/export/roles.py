@@ -53,6 +53,12 @@ class SplitModule:
 
 def read_parts(plan: Plan, model: nn.Module) -> list[SplitModule]:
     """Return all modules with parameters, in module order. Raises PlanError if the plan is of another model."""
+    check_names(plan, model)
+    return list(_parts(plan, model))
+
+
+def check_names(plan: Plan, model: nn.Module) -> None:
+    """Raise PlanError if the plan is of another model."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if missing := sorted(set(plan.splits.parameters) - names):
         raise PlanError(
@@ -60,7 +66,6 @@ def read_parts(plan: Plan, model: nn.Module) -> list[SplitModule]:
             where="splits.parameters",
             fix="give the model that the plan was made for: --model MODEL",
         )
-    return list(_parts(plan, model))
 
 
 def _parts(plan: Plan, model: nn.Module) -> Iterator[SplitModule]:

@@ -174,6 +174,7 @@ class PlanData(Part):
     statistics: Annotated[int, Field(ge=0, lt=2**31)] = 0  # sums over the batch that samples are normalised by
     updates: tuple[Dotted, ...] = ()  # buffers that get a new value in each step, from sums over the whole batch
     whole: tuple[Dotted, ...] = ()  # parameters that the optimizer updates as whole tensors; left out if empty
+    system: Word = ""  # the system whose plans were searched; left out if empty
     method: ExecutionOptions = ExecutionOptions()
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1, max_length=STAGES)]
     segments: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -199,7 +200,7 @@ class PlanData(Part):
     def to_json(self) -> str:
         """Return the text of the plan file: equal bytes for equal plans."""
         held = self.certificate
-        left_out = {name for name in ("certificate", "whole") if not getattr(self, name)}
+        left_out = {name for name in ("certificate", "system", "whole") if not getattr(self, name)}
         data = self.model_dump(mode="json", exclude=left_out)
         if held is not None and held.signature is None:
             del data["certificate"]["signature"]
@@ -258,8 +259,9 @@ class PlanData(Part):
             f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp"} != set(default.overlap),
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
             f"{asked.attention} attention": asked.attention not in (default.attention, "flash"),
-            f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": asked.dispatch
-            != default.dispatch,
+            f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": (
+                asked.dispatch != default.dispatch and self.mesh.ep > 1
+            ),
             f"products in fp8 ({asked.fp8})": asked.fp8 != default.fp8,
             f"rows of experts permuted by other kernels ({asked.permutation})": asked.permutation
             != default.permutation,

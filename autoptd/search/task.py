@@ -17,7 +17,7 @@ from autoptd.passes.sharding.expert_parallel_graph import rows_stay_apart
 from autoptd.passes.sharding.expert_regions import check_experts, experts_of
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.search.constraints.named import allowed
-from autoptd.search.constraints.options import Constraints, SearchOptions, schedules_and_chunks
+from autoptd.search.constraints.options import ALLOWED, Constraints, SearchOptions, schedules_and_chunks
 from autoptd.search.meshes import Candidate, MeshLimits, around, candidates, divisors
 from autoptd.search.sharding.strategies import rounded_on_own_tokens
 
@@ -98,6 +98,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         tp_sizes.add(int(mesh["tp"]))
     schedules, virtuals = schedules_and_chunks(task.constraints, task.folded.loss_form.outer is not None)
     zeros: tuple[int, ...] = (1, 0, 2, 3) if "zero" in mesh or "zero" in searched else (1, 0)
+    zeros = tuple(zero for zero in zeros if task.constraints.allows("zero", zero))
     if method.offload:
         _check_offload(task)
         mesh |= {"pp": len(method.offload)} if len(method.offload) > 1 else {}
@@ -110,7 +111,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         chunks=max([_CHUNKS, *(unit.count for unit in task.folded.units)]),  # of at least one of many blocks each
         tp_sizes=tuple(sorted(tp_sizes)),
         zeros=zeros,
-        recomputes=("auto", "none", "full", "selective", "ops", "offload") if "recompute" in mesh else ("auto",),
+        recomputes=_recomputes(task.constraints),
         max_micro=max(8, _TOKENS // max(1, task.sizes.get(SEQUENCE, 1))),
         cps=cps,
         eps=(method.ep,) if "ep" in fixed else tuple(divisors(experts_of(task.folded))),
@@ -122,9 +123,28 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         offload=max(method.offload, default=0.0),
         pool_ranks=task.cluster.pool_ranks(task.world) if task.cluster.others else (),
         one_microbatch=bool(task.folded.statistics.count),
-        uneven=task.folded.traced.averaging == "global",
+        uneven=task.folded.traced.averaging == "global" and not task.constraints.system,  # others have whole ones
     )
-    return allowed(task.folded, method, _with_experts(_of_one_microbatch(task, limits, mesh), mesh, method))
+    found = _with_experts(_of_one_microbatch(task, limits, mesh), mesh, method)
+    return allowed(task.folded, method, _among(task.constraints, found))
+
+
+def _recomputes(constraints: Constraints) -> tuple[str, ...]:
+    if "recompute" in constraints.mesh:
+        return tuple(map(str, ALLOWED["recompute"]))
+    return tuple(constraints.among.get("recompute", ("auto",)))
+
+
+def _among(constraints: Constraints, found: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Return the candidates whose values are among those that are allowed. Raises PlanError if there are none."""
+    kept = [c for c in found if all(getattr(c, name) in values for name, values in constraints.among.items())]
+    if found and not kept:
+        raise PlanError(
+            f"no mesh of these constraints can be run as {constraints.system}",
+            where="as_",
+            fix="fix fewer dimensions, or leave as_ out",
+        )
+    return kept
 
 
 def _check_offload(task: Task) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 ASSUMABLE = ("attention", "dispatch", "fp8", "gradients", "kernels", "overlap", "permutation")
+SYSTEM_NAMES = ("megatron", "nemo", "torchtitan")  # `systems.SYSTEMS`
 _RUN = {"dp", "p2p"}, {"p2p"}  # sets of communication that the runtime can overlap with compute
 
 

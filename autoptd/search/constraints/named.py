@@ -21,6 +21,8 @@ from torch import fx
 from autoptd.errors import PlanError, nearest
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import module_path
+from autoptd.passes.layer_stack import layer_stack
+from autoptd.passes.sharding.megatron_splits import MEGATRON, megatron_splits
 from autoptd.search.constraints.options import Constraints, SearchOptions
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.partition import even_cuts
@@ -53,12 +55,15 @@ class NamedConstraints:
 def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
     """Resolve the names. Raises PlanError for names that the model does not have and for impossible cuts."""
     _check_splits(folded, constraints.splits)
+    if MEGATRON in constraints.splits.values():
+        megatron_splits(folded)  # raises PlanError for a model that Megatron-LM could not split
+    layered = frozenset[int]() if constraints.method.stages != "layers" else _inside_layers(folded)
     if not constraints.cuts and not constraints.whole:
-        return NamedConstraints()
+        return NamedConstraints(uncut=layered)
     modules = Modules(folded)
     whole = [name for pattern in constraints.whole for name in modules.called(pattern)]
     starts = tuple(modules.starts(constraints.cuts))
-    pins = NamedConstraints(starts, modules.inside(whole), modules.parameters(whole), frozenset(whole))
+    pins = NamedConstraints(starts, modules.inside(whole) | layered, modules.parameters(whole), frozenset(whole))
     for pattern, placement in constraints.splits.items():
         both = _matching(pattern, pins.whole)
         if both and placement.startswith("S"):
@@ -69,7 +74,13 @@ def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
             )
     for name, start in zip(constraints.cuts, starts, strict=True):
         if start in pins.uncut:
-            inside = next(m for m in whole if start in modules.inside([m]))
+            inside = next((m for m in whole if start in modules.inside([m])), "")
+            if not inside:
+                raise PlanError(
+                    f"a stage that begins with {name!r} cuts a layer",
+                    where="fix['cuts'], fix['stages']",
+                    fix="cut between layers, or leave stages='layers' out",
+                )
             raise PlanError(
                 f"a stage that begins with {name!r} cuts {inside!r}, which must stay whole",
                 where="fix['cuts']",
@@ -122,12 +133,19 @@ def _reason(folded: Folded, method: SearchOptions, count: int) -> PlanError | No
                 fix="leave stages='even' out, or keep less whole",
             )
     elif count > len(folded.segments) - len(method.uncut):
+        layers = method.stages == "layers"
         return PlanError(
             f"{count} stages are more than the {len(folded.segments) - len(method.uncut)} pieces left to cut",
-            where="fix['whole']",
-            fix="keep less whole, or use fewer stages",
+            where="fix['stages']" if layers else "fix['whole']",
+            fix=f"{'cut inside layers' if layers else 'keep less whole'}, or use fewer stages",
         )
     return None
+
+
+def _inside_layers(folded: Folded) -> frozenset[int]:
+    """Return the segments that continue a layer, or what is before or after all layers."""
+    names = [segment.name for segment in folded.segments]
+    return layer_stack(names, "the model", "fix['stages']", "leave out stages='layers', or as_").inside
 
 
 def _check_splits(folded: Folded, splits: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ Choices that no program runs are given as `assume={"kernels": "fused"}` instead 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from autoptd.errors import PlanError, nearest
 from autoptd.layout.execution import ExecutionOptions
 from autoptd.layout.placements import parse_placement
 from autoptd.passes.analysis.fusion import KERNELS
+from autoptd.passes.sharding.megatron_splits import MEGATRON
 from autoptd.schedule import SCHEDULES, row_of
 from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
 
@@ -38,10 +39,11 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "routing": ("balanced", "natural"),
     "schedule": tuple(SCHEDULES),
     "sends": ("whole", "slices"),
-    "stages": ("balanced", "even"),
+    "stages": ("balanced", "even", "layers"),
     "zero": (0, 1, 2, 3),
 }
 STREAMS = ("dp", "ep", "p2p", "tp")
+CHOSEN = ("cp", "dp", "ep", "etp", "micro", "pp", "recompute", "schedule", "shards", "tp", "zero")  # by the search
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # numbers of chunks per pipeline rank that are tried
 NAMED = ("cuts", "splits", "whole")  # constraints that name modules or parameters
 KNOWN = (
@@ -63,7 +65,7 @@ class SearchOptions(ExecutionOptions):
     ep             ranks that hold different experts and send each other rows
     etp            tp ranks that share each expert: 1 or all of tp (0)
     virtual        chunks of the model per pipeline rank (interleaved schedule; 2 in zero-bubble-v)
-    stages         "balanced" by time, or "even" numbers of blocks
+    stages         "balanced" by time, "even" numbers of blocks, or whole "layers", balanced by time
     memory         "check": refuse plans that do not fit; "ignore": predict them too
     headroom       share of a device's memory that the prediction leaves free, by default for its error
     policies       that blocks may choose from, of recomputation: "selective", "ops", "full"; or "offload" to the host
@@ -91,9 +93,12 @@ class SearchOptions(ExecutionOptions):
 class Constraints:
     """The constraints of a task.
 
-    `mesh`: the `fix` argument of `meshes.candidates`; `splits`: parameter-name pattern -> placement; `cuts`: modules
-    that each begin a stage; `whole`: patterns of modules that neither tp nor a stage boundary cuts.
-    `search/constraints/named.py` resolves the names in a graph.
+    `mesh`: the `fix` argument of `meshes.candidates`; `splits`: parameter-name pattern -> placement, or MEGATRON for
+    that of Megatron-LM; `cuts`: modules that each begin a stage; `whole`: patterns of modules that neither tp nor a
+    stage boundary cuts.
+    `search/constraints/named.py` resolves the names in a graph. `among`: the values of what the search chooses, where
+    they are limited. `system`, `ways`: the system whose plans are searched, and its ways to run, each to be searched by
+    itself (`search/constraints/systems.py`).
     """
 
     mesh: Mapping[str, int | str] = field(default_factory=dict)
@@ -106,6 +111,14 @@ class Constraints:
     searched: frozenset[str] = frozenset(DIMENSIONS)
     tokens: int = 1024  # of a sample that a searched cp leaves each rank, at least
     fixed: frozenset[str] = frozenset()  # every name in `fix` or `assume`
+    among: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    system: str = ""
+    ways: tuple[Constraints, ...] = ()
+    given: frozenset[str] | None = None  # names that the user fixed, if others are those of a system
+
+    def allows(self, name: str, value: object) -> bool:
+        """Return whether the search may choose a value."""
+        return name not in self.among or value in self.among[name]
 
     def on(self, device: str) -> Constraints:
         """Return these constraints for a type of device, "cuda" or "cpu": on a GPU, kernels are compiled by default."""
@@ -113,6 +126,11 @@ class Constraints:
         if device != "cuda" or "kernels" in self.fixed or splits_backward:
             return self
         return replace(self, method=replace(self.method, kernels="compiled"))
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names that the user fixed."""
+        return self.fixed if self.given is None else self.given
 
     def searching(self, *dimensions: str) -> Constraints:
         """Return these constraints with only these of the `DIMENSIONS` searched, with every cp: to measure them."""
@@ -170,6 +188,7 @@ def schedules_and_chunks(constraints: Constraints, of_sums: bool = False) -> tup
         if method.kernels == "compiled":  # cannot split backward passes into B and W
             more = {name: tried and not row_of(name).splits_backward for name, tried in more.items()}
         schedules = [method.schedule, *(name for name, tried in more.items() if tried)]
+    schedules = [name for name in schedules if constraints.allows("schedule", name)]
     searched = "interleaved" in schedules and "virtual" not in constraints.fixed
     return schedules, list(_CHUNKS) if searched else [method.virtual]
 
@@ -298,10 +317,16 @@ def require_count(
 
 def _read_splits(splits: object) -> dict[str, str]:
     """Return parameter-name pattern -> placement. Raises PlanError for text that is no placement."""
+    if splits == MEGATRON:
+        return {"*": MEGATRON}
     if not isinstance(splits, Mapping) or not all(isinstance(pattern, str) for pattern in splits):
-        raise PlanError(f"splits is {_shown(splits)}", where="fix['splits']", fix="give {'*.q_proj.weight': 'S0'}")
+        raise PlanError(
+            f"splits is {_shown(splits)}", where="fix['splits']", fix="give {'*.q_proj.weight': 'S0'}, or 'megatron'"
+        )
     for pattern, text in splits.items():
         try:
+            if text == MEGATRON:
+                continue
             parse_placement(text if isinstance(text, str) else _shown(text))
         except ValueError as error:
             what, _, how = str(error).partition("; ")

@@ -78,7 +78,7 @@ def _messages(found: list[ConstraintEffect], values: Mapping[str, Any]) -> Itera
 def _values(constraints: Constraints) -> dict[str, Any]:
     """Return the fixed values by name."""
     every = {**vars(constraints.method), **constraints.mesh}
-    return {name: every[name] for name in constraints.fixed if name in every}
+    return {name: every[name] for name in constraints.asked if name in every}
 
 
 def _single(constraints: Constraints, world: int) -> set[str]:

@@ -131,9 +131,10 @@ class Stages:
 
     def _even(self) -> Cuts | None:
         try:
-            return even_cuts(self.folded, self.count)
+            cuts = even_cuts(self.folded, self.count)
         except PlanError:
             return None
+        return None if any(first in self.method.uncut for first, _ in cuts) else cuts
 
     def _if_it_fits(self, cuts: Cuts) -> Staged | None:
         try:

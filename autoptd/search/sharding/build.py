@@ -7,7 +7,6 @@ tensor agree on its placement, and so do all kinds that read a shared parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
@@ -22,6 +21,7 @@ from autoptd.passes.graph import infos, is_getitem, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.expert_regions import expert_dims, expert_regions
+from autoptd.passes.sharding.megatron_splits import MEGATRON, ParameterSplit
 from autoptd.passes.sharding.sharding import (
     Sharding,
     ops_of,
@@ -33,7 +33,7 @@ from autoptd.search.sharding.cost import Prices
 from autoptd.search.sharding.ilp import SplitPrograms
 from autoptd.search.sharding.kind_cost import PARTIAL
 from autoptd.search.sharding.op_table import Workbook
-from autoptd.search.sharding.problem import Choice, Node, SplitProblem
+from autoptd.search.sharding.problem import Choice, Node, Scope, SplitProblem
 from autoptd.search.sharding.strategies import ExpertsOnTp, counts_tokens, legal_strategies
 
 
@@ -64,15 +64,17 @@ class SplitNumbers(Prices):
     ) -> None:
         """`static_bytes`: bytes that a parameter element occupies (parameter, gradient, optimizer).
 
-        `policies`: recompute policies to compute costs for. `pins`: parameter-name pattern -> placement; `whole`: names
-        of parameters that are not split. Both apply to all equal segments if they name a parameter of one.
+        `policies`: recompute policies to compute costs for. `pins`: parameter-name pattern -> placement, or MEGATRON
+        for that of Megatron-LM; the last pattern that matches counts. `whole`: names of parameters that are not split.
+        Both apply to all equal segments if they name a parameter of one.
         `programs`: cache of programs built before; `like`: as in `Prices`.
         """
         super().__init__(workbook or Workbook(folded), cluster, ranks, values, cp, world, context, like)
         self.folded = folded
         self.microbatches = microbatches
         self.static_bytes = static_bytes
-        self.pins, self.whole, self.experts = pins or {}, tuple(whole), experts
+        alone = {pattern: text for pattern, text in (pins or {}).items() if ranks > 1 or text != MEGATRON}
+        self.pins, self.whole, self.experts = alone, tuple(whole), experts
         self.sequence_parallel = sequence_parallel
         self.policies = tuple(policies)
         self.programs = programs or SplitPrograms()
@@ -100,6 +102,8 @@ class SplitNumbers(Prices):
                     wanted.setdefault(tensor, {})[placement] = None
         conversions = {}
         for tensor, targets in wanted.items():
+            if tensor in self._used_in_place:
+                continue
             meta, times, in_prelude = infos_by_tensor[tensor]
             seconds = {kinds: times * sum(passes) for kinds, passes in self.conversions_of(meta).items()}
             for source in given.get(tensor, ()):
@@ -153,25 +157,45 @@ class SplitNumbers(Prices):
             )
         for i, node in enumerate(segment.receives):
             info, name = infos(node)[0], scope(node)
-            options = self._edge_placements(info)
+            options = self._edge_placements(info, tensor_name(node))
             choices = tuple(Choice(str(p), gives=((name, p),)) for p in options)
             yield Node(scope.receive(i), choices), {name: (info, times, False)}
         for i, node in ops_of(segment):
-            choices = tuple(self._op_choice(scope, node, s, times, saved_bytes) for s in self.legal[kind][i])
+            legal = [s for s in self.legal[kind][i] if self._is_in_scheme(scope, node, s)]
+            choices = tuple(self._op_choice(scope, node, s, times, saved_bytes) for s in legal)
             outputs = dict(zip(output_names(node), infos(node), strict=True))
             yield Node(f"{kind}/{node.name}", choices), {t: (info, times, False) for t, info in outputs.items()}
         results = {self.folded.loss: (B,), **dict.fromkeys(self.folded.sums, (sum_placement(self.ranks),))}
         for i, node in enumerate(segment.sends):
             name = scope(node)
-            options = results.get(node) or self._edge_placements(infos(node)[0])
+            options = results.get(node) or self._edge_placements(infos(node)[0], tensor_name(node))
             yield Node(scope.send(i), tuple(Choice(str(p), needs=((name, p),)) for p in options)), {}
 
-    def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
+    def _edge_placements(self, tensor: TensorInfo, name: str) -> tuple[Placement, ...]:
         """Return the placements in which a tensor may cross between segments: never partial values."""
         broadcasts: tuple[Placement, ...] = (B, BP) if tensor.requires_grad else (B,)
         if self.ranks == 1 or not self._may_cut(tensor):
             return broadcasts
-        return (*broadcasts, *(Split(d) for d, n in enumerate(tensor.shape) if self.sizes.divisible(n, self.ranks)))
+        splits = (Split(d) for d, n in enumerate(tensor.shape) if self.sizes.divisible(n, self.ranks))
+        return (*broadcasts, *(split for split in splits if self._may_split(name, tensor, split)))
+
+    def _may_split(self, name: str, tensor: TensorInfo, placement: Placement) -> bool:
+        """Return whether an activation may have a placement: Megatron-LM splits widths and tokens alone."""
+        if not self._as_megatron or not isinstance(placement, Split):
+            return True
+        return self._is_width(name, placement) or counts_tokens(tensor.shape[placement.dim])
+
+    def _is_width(self, name: str, placement: Placement) -> bool:
+        return self.workbook.facts.megatron.widths.get(name) == placement
+
+    def _is_in_scheme(self, scope: Scope, node: fx.Node, strategy: Strategy) -> bool:
+        """Return whether a strategy splits what `_may_split` allows; with a width, ops split all that they read."""
+        if not self._as_megatron:
+            return True
+        placed = [*zip(map(scope, operands(node)), self.workbook.ops[node].call.operands, strategy.needs, strict=True)]
+        placed += zip(output_names(node), infos(node), strategy.gives, strict=True)
+        along = any(self._is_width(name, p) for name, _, p in placed)
+        return along or all(name in self._used_in_place or self._may_split(name, t, p) for name, t, p in placed)
 
     def _parameter_choices(
         self,
@@ -228,7 +252,25 @@ class SplitNumbers(Prices):
     @cached_property
     def _pinned_slots(self) -> frozenset[tuple[str, int]]:
         """(kind, position) of the parameters with a placement fixed by the user."""
-        return frozenset((kind, i) for pattern in self.pins for kind, i, _ in self.workbook.facts.hits(pattern))
+        return frozenset(self._pins_by_slot)
+
+    @cached_property
+    def _pins_by_slot(self) -> Mapping[tuple[str, int], tuple[str, str]]:
+        """(kind, position) -> the last pattern that matches one of its parameters, and the parameter's name."""
+        hits = ((pattern, hit) for pattern in self.pins for hit in self.workbook.facts.hits(pattern))
+        return {(kind, i): (pattern, name) for pattern, (kind, i, name) in hits}
+
+    @cached_property
+    def _as_megatron(self) -> Mapping[tuple[str, int], ParameterSplit]:
+        """The parameters placed as in Megatron-LM, but for those that it pads and experts that tp leaves whole."""
+        found = {}
+        for (kind, i), (pattern, name) in self._pins_by_slot.items():
+            node, theirs = self.folded.representatives[kind].parameters[i], self.pins[pattern] == MEGATRON
+            if theirs and not (self.experts == "none" and node in self._experts):
+                placed = self.workbook.facts.megatron.parameters[name]
+                if placed.divides(self.ranks) or not placed.padded:
+                    found[kind, i] = placed
+        return found
 
     @cached_property
     def _of_own_tokens(self) -> frozenset[fx.Node]:
@@ -252,9 +294,27 @@ class SplitNumbers(Prices):
         return frozenset(n for s in segments for r in expert_regions(s) for n in r.weights if n in s.parameters)
 
     @cached_property
+    def _used_in_place(self) -> frozenset[str]:
+        """The tensors of weights that no rank gathers for use, since Megatron-LM sends activations alone."""
+        found: dict[str, None] = {}
+        for kind, segment in self.folded.representatives.items():
+            scope = Scope(kind, segment)
+            split = {n for i, n in enumerate(segment.parameters) if self._is_split_as_megatron(kind, i)}
+            for node in segment.nodes if split else ():
+                if set(operands(node)) <= split and operands(node):
+                    split.add(node)
+            found |= dict.fromkeys(map(scope, split))
+        return frozenset(found)
+
+    def _is_split_as_megatron(self, kind: str, i: int) -> bool:
+        placed = self._as_megatron.get((kind, i))
+        return placed is not None and placed.split is not None
+
+    @cached_property
     def _whole_slots(self) -> frozenset[tuple[str, int]]:
         """(kind, position) of the parameters that must stay whole."""
-        return self.workbook.facts.slots(self.whole)
+        theirs = (slot for slot, placed in self._as_megatron.items() if placed.split is None)
+        return self.workbook.facts.slots(self.whole).union(theirs)
 
     def _op_choice(
         self,
@@ -309,51 +369,29 @@ class SplitNumbers(Prices):
         """Return node -> label of the parameters that `pins` fixes. Raises PlanError for an impossible placement."""
         found = {}
         choices = {n.name: [c.label for c in n.choices] for n in nodes}
-        for pattern, text in self.pins.items():
+        for (kind, i), (pattern, name) in self._pins_by_slot.items():
+            segment, text = self.folded.representatives[kind], self.pins[pattern]
+            mine, where = Scope(kind, segment).parameter(i), f"fix['splits'][{pattern!r}]"
+            theirs = self._as_megatron.get((kind, i))
+            if text == MEGATRON and (theirs is None or (theirs.split is None and theirs.divides(self.ranks))):
+                continue  # free, or among the `whole`
+            if theirs is not None and not theirs.divides(self.ranks):
+                raise PlanError(
+                    f"{name} has {theirs.parts} part{'s' * (theirs.parts > 1)} along the dim that Megatron-LM splits, "
+                    f"which tp {self.ranks} does not divide",
+                    where=where,
+                    fix=f"use a tp that divides {theirs.parts}, or leave splits out",
+                )
             try:
-                placement = str(parse_placement(text))
+                placement = str(parse_placement(text) if theirs is None else theirs)
             except ValueError as error:
-                raise PlanError(str(error), where=f"fix['splits'][{pattern!r}]") from error
-            for kind, i, name in self.workbook.facts.hits(pattern):
-                segment = self.folded.representatives[kind]
-                mine = Scope(kind, segment).parameter(i)
-                if placement not in choices[mine]:
-                    raise PlanError(
-                        f"parameter {name} of shape {list(infos(segment.parameters[i])[0].shape)} cannot be placed as "
-                        f"{placement} on tp {self.ranks}",
-                        where=f"fix['splits'][{pattern!r}]",
-                        fix=f"possible: {', '.join(choices[mine])}",
-                    )
-                found[mine] = placement
+                raise PlanError(str(error), where=where) from error
+            if placement not in choices[mine]:
+                raise PlanError(
+                    f"parameter {name} of shape {list(infos(segment.parameters[i])[0].shape)} cannot be placed as "
+                    f"{placement} on tp {self.ranks}",
+                    where=where,
+                    fix=f"possible: {', '.join(choices[mine])}",
+                )
+            found[mine] = placement
         return found
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Names of tensors and nodes within a kind; tensors from outside the segment get the kind as a prefix."""
-
-    kind: str
-    segment: Segment
-
-    def __call__(self, node: fx.Node) -> str:
-        return f"{self.kind}:{node.name}" if self.is_input(node) else tensor_name(node)
-
-    def is_input(self, node: fx.Node) -> bool:
-        return node not in self._own
-
-    @cached_property
-    def _own(self) -> frozenset[fx.Node]:
-        return frozenset(self.segment.nodes)
-
-    def is_outside(self, node: fx.Node) -> bool:
-        """Return whether a node is a parameter or in the prelude: these stay in memory anyway."""
-        return node in self.segment.parameters or node in self.segment.prelude
-
-    def parameter(self, i: int) -> str:
-        return f"{self.kind}/parameter:{i}"
-
-    def receive(self, i: int) -> str:
-        return f"{self.kind}/receive:{i}"
-
-    def send(self, i: int) -> str:
-        return f"{self.kind}/send:{i}"

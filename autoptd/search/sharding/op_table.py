@@ -29,6 +29,7 @@ from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.expert_regions import expert_parameters, expert_regions
+from autoptd.passes.sharding.megatron_splits import MegatronSplits, megatron_splits
 from autoptd.passes.sharding.sharding import KindSharding, group_offers, ops_of
 from autoptd.search.sharding.expert_work import places as places_of
 from autoptd.search.sharding.fp8 import fp8_products
@@ -142,6 +143,11 @@ class GraphFacts:
             for i, node in enumerate(segment.parameters):
                 found.setdefault((segment.kind, i), []).append(self.folded.traced.parameters[node.name])
         return found
+
+    @cached_property
+    def megatron(self) -> MegatronSplits:
+        """The placements of Megatron-LM. Raises PlanError for a model that it could not split."""
+        return megatron_splits(self.folded)
 
     @cached_property
     def fp8(self) -> frozenset[fx.Node]:

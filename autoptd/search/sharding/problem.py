@@ -11,8 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from torch import fx
+
 from autoptd.errors import PlanError, nearest
 from autoptd.layout.placements import Placement
+from autoptd.passes.fold import Segment
+from autoptd.passes.sharding.sharding import tensor_name
 
 Pair = tuple[str, Placement]  # (tensor, placement)
 
@@ -184,3 +188,34 @@ def _never_worse(a: Choice, b: Choice) -> bool:
         and set(a.needs) <= set(b.needs)
         and set(a.saved) <= set(b.saved)
     )
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Names of tensors and nodes within a kind; tensors from outside the segment get the kind as a prefix."""
+
+    kind: str
+    segment: Segment
+
+    def __call__(self, node: fx.Node) -> str:
+        return f"{self.kind}:{node.name}" if self.is_input(node) else tensor_name(node)
+
+    def is_input(self, node: fx.Node) -> bool:
+        return node not in self._own
+
+    @cached_property
+    def _own(self) -> frozenset[fx.Node]:
+        return frozenset(self.segment.nodes)
+
+    def is_outside(self, node: fx.Node) -> bool:
+        """Return whether a node is a parameter or in the prelude: these stay in memory anyway."""
+        return node in self.segment.parameters or node in self.segment.prelude
+
+    def parameter(self, i: int) -> str:
+        return f"{self.kind}/parameter:{i}"
+
+    def receive(self, i: int) -> str:
+        return f"{self.kind}/receive:{i}"
+
+    def send(self, i: int) -> str:
+        return f"{self.kind}/send:{i}"

@@ -24,12 +24,12 @@ from autoptd.passes.sharding.sharding import (
     ops_of,
     sends_of,
 )
-from autoptd.search.sharding.build import Scope, SplitNumbers
+from autoptd.search.sharding.build import SplitNumbers
 from autoptd.search.sharding.expert_work import spread
 from autoptd.search.sharding.ilp import solve_splits
 from autoptd.search.sharding.kind_cost import KindCost, KindWork, price
 from autoptd.search.sharding.moved_rows import moved_rows
-from autoptd.search.sharding.problem import SplitSolution
+from autoptd.search.sharding.problem import Scope, SplitSolution
 
 
 @dataclass(frozen=True)
