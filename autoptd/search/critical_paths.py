@@ -39,7 +39,7 @@ from autoptd.search.solver import CuttingPlanes
 _ROUNDS = 3  # microbatches per rank of the step whose paths are found, if it repeats rounds
 _LARGEST = 40_000  # actions of a step that does not
 _TOLERANCE = 4e-3  # relative distance of the longest path from the optimum
-_EFFORT = 100_000  # actions that are visited by all searches for the longest path
+_EFFORT = 30_000  # actions that are visited by all searches for the longest path
 _STEPS = 20  # that shares are rounded to
 _KINDS = "FBW"
 

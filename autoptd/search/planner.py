@@ -105,6 +105,8 @@ class Planner:
         options = self._variants.promising(possible)
         with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
             bound_s = self._visit(options)
+            if self._best is None and (others := self._variants.on_host(e.candidate for e in self._too_large)):
+                bound_s = self._visit(others)
         if self._best is None:
             raise self._nothing_fits(len(possible))
         best, c = self._best, self._best.candidate
@@ -162,7 +164,8 @@ class Planner:
     def _enqueue_variants(self, e: QueueEntry) -> None:
         """Enqueue the variants of a candidate once memory limits it. Others are no faster than the candidate itself."""
         every = self.task.effort is None and e.step >= _CUT - 1
-        for c in self._variants.of(e.candidate) if every or e.is_full or e.is_short else ():
+        on_host = every or (e.stages is not None and e.stages.copies_quickly)
+        for c in self._variants.of(e.candidate, on_host) if every or e.is_full or e.is_short else ():
             if c not in self._queue and (c.offload or every or e.is_full):
                 floor_s = max(self._bounds.floor_s(c), e.split_s if c.offload == e.candidate.offload else 0.0)
                 self._queue.add(QueueEntry(c, floor_s, is_variant=e.is_varied or e.bound_s < NEVER, turn=e.turn))

@@ -2,14 +2,15 @@
 
     memory-saving   splits weigh each byte saved for backward by the time of recomputing it
     offload         more of the optimizer state is in host memory, and updated there, while the device waits
-    activations     blocks may keep what they save for backward in host memory, while the device waits for the copies
+    activations     blocks may keep what they save for backward in host memory, while the device waits for the copies:
+                    where these are quicker than recomputation, or where nothing fits otherwise
 
 No variant is faster than a candidate that memory does not limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autoptd.cost_models.memory import UPDATE_COSTS
 from autoptd.search.memory_filter import MemoryFilter
@@ -29,16 +30,21 @@ class Variants:
         self._offloads = searched and on_gpus and UPDATE_COSTS[task.optimizer].whole == "none"
         self._moves_activations = on_gpus and OFFLOAD in task.constraints.method.policies
 
-    def of(self, c: Candidate) -> Iterator[Candidate]:
-        """Yield the next variants of a candidate, which may be one itself."""
+    def of(self, c: Candidate, on_host: bool = True) -> Iterator[Candidate]:
+        """Yield the next variants of a candidate, which may be one itself; `on_host`: with those of activations."""
         if self._ignored or c.memory_saving:
             return
         if c.tp > 1 and not (self._offloads and c.offload):
             yield c._replace(memory_saving=True)
         if self._offloads and c.zero < 3 and c.offload < 1:
             yield c._replace(offload=next(share for share in SHARES if share > c.offload))
-        if self._moves_activations and c.recompute == AUTO:
-            yield c._replace(recompute=WITH_HOST)
+        if on_host:
+            yield from self.on_host([c])
+
+    def on_host(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Return the variants of candidates that may keep activations in host memory."""
+        moved = [c for c in candidates if self._moves_activations and c.recompute == AUTO and not c.memory_saving]
+        return [c._replace(recompute=WITH_HOST) for c in moved]
 
     def every(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates and all their variants."""

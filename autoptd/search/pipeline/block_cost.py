@@ -83,6 +83,12 @@ class BlockCosts:
         """True if any block may be offloaded."""
         return self._wanted in (OFFLOAD, WITH_HOST) and (self._wanted == OFFLOAD or OFFLOAD in self.method.policies)
 
+    @cached_property
+    def copies_quickly(self) -> bool:
+        """True if copies to the host and back of some repeated block take less time than its full recomputation."""
+        repeated = (block for block, *_ in self.alike if self._repeats(block))
+        return any(sum(self.added_s(b, OFFLOAD)) < sum(self.added_s(b, "full")) for b in repeated)
+
     def _repeats(self, block: tuple[int, ...]) -> bool:
         """Return whether a block is in a repeated unit, or no unit is: a fixed policy applies to these blocks only."""
         units = [u for u in self.folded.units if u.count > 1] or list(self.folded.units)

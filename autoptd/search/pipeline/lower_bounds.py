@@ -45,7 +45,13 @@ from itertools import accumulate
 from operator import add
 
 from autoptd.cost_models.collectives import collective_s, sum_in_shards_s
-from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES, optimizer_step_bytes, step_gradient_bytes
+from autoptd.cost_models.memory import (
+    COMPUTE_BYTES,
+    MAIN_BYTES,
+    accumulation_bytes,
+    optimizer_step_bytes,
+    step_gradient_bytes,
+)
 from autoptd.cost_models.op_time import host_update_s, memory_s
 from autoptd.schedule import route_of, row_of
 from autoptd.search.constraints.options import SearchOptions
@@ -188,7 +194,7 @@ class CandidateBounds:
     _products: dict[tuple[int, int, str, int, int, int], float] = field(default_factory=dict)
     _floors: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
     _spread: dict[tuple[int, int, int], tuple[Sharded, Sharded, float]] = field(default_factory=dict)
-    _sharding: dict[tuple[float, ...], float] = field(default_factory=dict)
+    _gradients: dict[tuple[tuple[float, ...], int], float] = field(default_factory=dict)
     _ends: dict[tuple[float, ...], tuple[float, float]] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
@@ -218,7 +224,7 @@ class CandidateBounds:
         if not overlapped and c.zero < 2 and not dispatched:  # experts' rows are sent equally in both passes
             ring = 1 / 3 if c.cp > 1 else 0.0  # ring attention sends once in forward, twice in backward
             share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
-        return self._even_s(c, seconds + self._sharding_s(c), share)
+        return self._even_s(c, seconds + self._gradients_s(c), share)
 
     def _even_s(self, c: Candidate, seconds: float, share: float) -> float:
         """Return a lower bound over all cuts of a model that takes `seconds` per microbatch, with the step's end: some
@@ -236,12 +242,24 @@ class CandidateBounds:
             self._spread[key] = sharded, spread, 2 * sum(sent)  # holds the key's object, so that its id stays its own
         return self._spread[key][1:]
 
-    def _sharding_s(self, c: Candidate) -> float:
-        """Return seconds per microbatch of all-gathers and reduce-scatters (ZeRO 2, 3), with the model as one stage."""
-        if c.zero < 2 or c.dp * c.cp == 1 or "dp" in self.method.overlap or c.pools:
+    def _gradients_s(self, c: Candidate) -> float:
+        """Return seconds per microbatch of adding gradients to the buffer, and of all-gathers and reduce-scatters (ZeRO
+        2, 3), with the model as one stage."""
+        if c.pools:
             return 0.0
-        if (key := c.sharded_state) in self._sharding:
-            return self._sharding[key]
+        if (key := (c.sharded_state, c.microbatches)) not in self._gradients:
+            self._gradients[key] = self._accumulation_s(c) + self._sharding_s(c)
+        return self._gradients[key]
+
+    def _accumulation_s(self, c: Candidate) -> float:
+        numel, method = sum(n for n, _ in self.memory.parts(c)) // c.tp, self.method
+        sizes = c.zero, c.microbatches, c.copies[0].shards
+        nbytes = accumulation_bytes(numel, self.task.precision, method.gradients, *sizes, method.kernels == "fused")
+        return memory_s(self.task.cluster.device, nbytes)
+
+    def _sharding_s(self, c: Candidate) -> float:
+        if c.zero < 2 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
+            return 0.0
         cluster, seconds = self.task.cluster, 0.0
         width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
         for numel, copies in self.memory.parts(c):
@@ -249,7 +267,6 @@ class CandidateBounds:
             seconds += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
             if c.zero == 3:
                 seconds += 2 * collective_s("all_gather", compute, cluster, copies.shards, copies.stride, c.world)
-        self._sharding[key] = seconds
         return seconds
 
     def with_end_s(self, c: Candidate, passes_s: float) -> float:
@@ -305,4 +322,4 @@ class CandidateBounds:
             device = self.task.cluster.device
             whole = spread_over(whole, c, self.method, self.task.cluster)
             self._floors[key] = sum(times * floor_s(kind.work, device, c.tp) for times, kind in whole.every_kind)
-        return self._even_s(c, self._floors[key] + self._sharding_s(c), 0.5)
+        return self._even_s(c, self._floors[key] + self._gradients_s(c), 0.5)

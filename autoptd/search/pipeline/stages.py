@@ -155,6 +155,11 @@ class Stages:
         return tuple((first, after - 1) for first, after in pairwise(edges))
 
     @property
+    def copies_quickly(self) -> bool:
+        """True if some block's copies of activations to the host and back take less time than its recomputation."""
+        return any(stage_cost.blocks.copies_quickly for stage_cost in self.stage_costs)
+
+    @property
     def count(self) -> int:
         """Number of stages: chunks of all pipeline ranks."""
         return self.candidate.pp * self.method.virtual
