@@ -126,6 +126,7 @@ def test_plan_passes_the_constraints_on_and_saves(run: Run, api: list[dict[str, 
         "optimizer": "adamw",
         "fix": {"tp": 2, "recompute": "none", "zero": 0},
         "assume": {"kernels": "fused"},
+        "as_": None,
         "exact": False,
         "time_limit_s": None,
     }
@@ -184,7 +185,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
         (["plan", "gpt2", "--world", "8", "--fix", "tp=-2"], "tp is a whole number from 1, not '-2'"),
         (
             ["plan", "gpt2", "--world", "8", "--fix", "recompute=ful"],
-            "recompute is one of auto, none, selective, ops, full, not 'ful'",
+            "recompute is one of auto, none, selective, ops, full, offload, not 'ful'",
         ),
         (["plan", "gpt2", "--world", "8", "--fix", "overlap=dp,pp"], "'pp' is not NAME=VALUE"),
         (["plan", "gpt2", "--world", "8", "--fix", "kernels=fused"], "give --assume kernels=fused"),
@@ -291,7 +292,7 @@ def test_what_sweep_reads(text: str, swept: Any):
 def test_fix_knows_what_the_search_does():
     from autoptd.search.constraints import options as constraints
 
-    assert set(FIXED) == set(constraints.KNOWN) - set(constraints.NAMED)
+    assert set(FIXED) == set(constraints.KNOWN) - set(constraints.NAMED) | {"splits"}, "whose placements have a name"
     searched = constraints.ALLOWED.keys() & {*constraints.KNOWN} - {"zero"}  # others are only assumed
     given = {name: tuple(map(str, constraints.ALLOWED[name])) for name in searched}
     assert {name: FIXABLE[name] for name in given} == given

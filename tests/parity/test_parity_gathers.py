@@ -80,7 +80,7 @@ def test_what_is_not_done_again_drops_the_same() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_kept_bytes_are_those_predicted(name: str, policy: str) -> None:
     made, usual = (made_for(name, 2, policy, gathers=gathers) for gathers in ("again", "kept"))
-    found = measured(name, made, whole=False)
+    found = measured(name, made, "none")
     assert found == predicted(name, made, policy) < predicted(name, usual, policy)
 
 
@@ -97,4 +97,4 @@ def test_an_edited_gather_is_seen_in_bytes(pattern: str, by: str) -> None:
     files = {n: re.sub(pattern, by, text) if n == "blocks.py" else text for n, text in made.program.files.items()}
     files = {n: text.replace("import recompute, spare", "import keep, recompute, spare") for n, text in files.items()}
     assert files != made.program.files, "nothing was planted"
-    assert measured("llama", with_files(made, files), whole=False) != predicted("llama", made, "none")
+    assert measured("llama", with_files(made, files), "none") != predicted("llama", made, "none")

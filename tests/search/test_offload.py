@@ -98,6 +98,7 @@ def test_activations_go_to_the_host_where_that_is_faster_than_to_compute_them_ag
     assert "offload" in policies(fast) and policies(slow) and "offload" not in policies(slow) and not policies(room)
     assert fast.predicted.step_time_s < slow.predicted.step_time_s
     assert fast.predicted.time_s["activation_copies"] > 0 and "activation_copies" not in slow.predicted.time_s
+    assert policies(planned(gpt, 4.2, host=SLOW, **fix)) == {"offload"}, "nothing else fits"
     again = planned(gpt, 5.0, host=LINKED, **fix, recompute="full")
     assert fast.predicted.step_time_s < again.predicted.step_time_s
     assert any("activations of some blocks are in host memory" in note for note in fast.notes)

@@ -106,8 +106,8 @@ class BlockCosts:
 
     @cached_property
     def relaxed(self) -> list[list[Relaxed]]:
-        """For each of `alike`, its block and then the segments of it, if it has several, with their options for the
-        linear relaxation of `search/pipeline/lp_bound.py`.
+        """Each block of `alike` and then its segments, if there are several, with their options in the linear
+        relaxation of `search/pipeline/lp_bound.py`.
 
         In a block of three or more, two segments may keep less together than alone: one counts as its share at most.
         """

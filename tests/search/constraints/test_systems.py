@@ -75,10 +75,10 @@ def test_an_exported_plan_as_megatron_is_the_planned_one(name: str, fix: dict[st
 
 
 def test_nemo_overlaps_tp():
-    found = plan("llama", "nemo", tp=4, pp=2)
+    found = plan("llama", "nemo", tp=4, pp=2, micro=4)  # messages that a second collective's latency does not outweigh
     assert set(found.method.overlap) >= {"dp", "tp"}
     assert differences("llama", found) == ()
-    assert found.predicted.step_time_s <= plan("llama", tp=4, pp=2).predicted.step_time_s
+    assert found.predicted.step_time_s <= plan("llama", tp=4, pp=2, micro=4).predicted.step_time_s
 
 
 def test_torchtitan_shards_parameters_unless_there_are_stages():
