@@ -252,15 +252,12 @@ def _recompute(plan: Plan, layers: Layers) -> Items:
     segments = recomputed(plan)
     if not segments:
         return
+    if "offload" in segments.values():
+        yield "activations of some layers are planned in host memory: --cpu-offloading-num-layers is not given"
+        segments = {i: policy for i, policy in segments.items() if policy != "offload"}
     units = {layers.owners[i] for i in segments}
     inside = {unit - 1 for unit in units if 1 <= unit <= layers.count}
     policies = sorted(set(segments.values()))
-    if "offload" in policies:
-        yield "activations of some layers are planned in host memory: --cpu-offloading-num-layers is not given"
-        segments = {i: policy for i, policy in segments.items() if policy != "offload"}
-        units = {layers.owners[i] for i in segments}
-        inside = {unit - 1 for unit in units if 1 <= unit <= layers.count}
-        policies = sorted(set(segments.values()))
     if len(policies) > 1:
         yield f"recomputation is {' and '.join(policies)} by segment: Megatron-LM has one policy, here whole layers"
     if units - {i + 1 for i in inside}:
