@@ -102,9 +102,9 @@ class Candidate(NamedTuple):
 
     @property
     def family(self) -> tuple[object, ...]:
-        """All but its schedule and the sharding of its state."""
+        """All but its schedule and, if it takes no time in the passes, the sharding of its state."""
         splits = self.tp, self.cp, self.ep, self.etp, self.micro, self.memory_saving, self.recompute
-        return *splits, self.pp, self.pools
+        return *splits, self.pp, self.pools, (self.zero, self.shards) if self.zero > 1 else ()
 
     @property
     def sharded_state(self) -> tuple[float, ...]:

@@ -233,9 +233,8 @@ class Planner:
             return e.bound_s
         if (key := (c.family, c.offload)) not in self._family_s:
             members = self._families[c.plain_memory.family]
-            most = max(m.zero for m in members if m.zero < 3 or not c.offload)
-            lightest = self._stages(c._replace(zero=most, shards=0))
-            self._family_s[key] = lightest.memory_bound_s({(m.schedule, m.virtual) for m in members})
+            lightest = c if c.zero > 1 else c._replace(zero=max(m.zero for m in members), shards=0)
+            self._family_s[key] = self._stages(lightest).memory_bound_s({(m.schedule, m.virtual) for m in members})
         e.passes_s = max(e.passes_s, self._family_s[key])
         e.is_short = self._bounds.with_end_s(c, e.passes_s) > e.bound_s
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
@@ -267,11 +266,23 @@ class Planner:
 
     def _bound_cuts(self, e: QueueEntry, stages: Stages, *, measured: bool) -> float:
         c = e.candidate
-        if stages.fixed or c.pp == 1 or self._bound_by_lighter(e):
+        if stages.fixed or c.pp == 1:
+            return self._bound_only_cut(e, stages) if measured else e.bound_s
+        if self._bound_by_lighter(e):
             return e.bound_s
         passes_s, is_full, _ = stages.least(measured=measured)
         e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
+
+    def _bound_only_cut(self, e: QueueEntry, stages: Stages) -> float:
+        """Bound by the only possible cut, with the recomputation that fits."""
+        try:
+            (staged,) = stages.solutions()
+        except StagesDoNotFit:
+            return self._raise_bound(e, NEVER)
+        e.is_full = e.is_full or any(staged.solution.policies)
+        is_rough = any(stage_cost.rough for stage_cost in stages.stage_costs)
+        return e.bound_s if is_rough else self._raise_bound(e, staged.least_s)
 
     def _bound_by_lighter(self, e: QueueEntry) -> bool:
         """Return whether its lighter candidate raised its bound: it takes this step when its turn comes again."""

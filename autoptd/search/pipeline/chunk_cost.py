@@ -110,8 +110,9 @@ class ChunkCosts(StepEnd):
     def least(self, segment: int) -> ChunkCost:
         """Return the least cost that a segment adds to a stage: parameters count only in their first reader."""
         part = self._segment(segment)
-        mine = sum(numel for _, numel, _, frozen, is_first in self._parameters[segment] if is_first and not frozen)
-        return replace(part, backward_s=part.backward_s + self._accumulation_s(mine))
+        forward_s, backward_s = self.least_sharding_s(segment)
+        backward_s += self._accumulation_s(self.numel_read_first(segment, None))
+        return replace(part, forward_s=part.forward_s + forward_s, backward_s=part.backward_s + backward_s)
 
     def added_s(self, segment: int, policy: str) -> tuple[float, float]:
         """Return the seconds that a policy adds to the passes of a segment (forward, backward): of recomputation with

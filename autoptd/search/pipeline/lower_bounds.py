@@ -61,7 +61,7 @@ from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.sharding.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.sharding.kind_cost import floor_s
 from autoptd.search.sharding.tensors import Sharded
-from autoptd.search.step_end.costs import full_bucket_s
+from autoptd.search.step_end.costs import full_bucket_s, full_gather_s
 from autoptd.search.task import Task
 
 
@@ -258,15 +258,10 @@ class CandidateBounds:
         return memory_s(self.task.cluster.device, nbytes)
 
     def _sharding_s(self, c: Candidate) -> float:
-        if c.zero < 2 or c.dp * c.cp == 1 or "dp" in self.method.overlap:
-            return 0.0
-        cluster, seconds = self.task.cluster, 0.0
-        width = COMPUTE_BYTES if self.method.gradients == "compute" else MAIN_BYTES
+        seconds = 0.0
         for numel, copies in self.memory.parts(c):
-            compute, gradient = (numel / c.tp * table[self.task.precision] for table in (COMPUTE_BYTES, width))
-            seconds += sum_in_shards_s(gradient, cluster, copies.ranks, copies.shards, copies.stride, c.world)
-            if c.zero == 3:
-                seconds += 2 * collective_s("all_gather", compute, cluster, copies.shards, copies.stride, c.world)
+            gather_s, sum_s = full_gather_s(c, copies, self.method, self.task.precision, self.task.cluster)
+            seconds += numel / c.tp * (2 * gather_s + sum_s)
         return seconds
 
     def with_end_s(self, c: Candidate, passes_s: float) -> float:

@@ -30,6 +30,21 @@ def full_bucket_s(c: Candidate, copies: Copies, method: SearchOptions, precision
     return sum_in_shards_s(numel * width, cluster, copies.ranks, copies.shards, copies.stride, c.world) / numel
 
 
+def full_gather_s(
+    c: Candidate, copies: Copies, method: SearchOptions, precision: str, cluster: Cluster
+) -> tuple[float, float]:
+    """Return seconds per element and microbatch of (all-gathering parameters in each pass, reduce-scattering gradients)
+    in full buckets, which smaller ones take too, under ZeRO 2 and 3; 0 if passes may hide them."""
+    if c.zero < 2 or c.dp * c.cp == 1 or "dp" in method.overlap:
+        return 0.0, 0.0
+    compute = COMPUTE_BYTES[precision]
+    width = compute if method.gradients == "compute" else MAIN_BYTES[precision]
+    numel = elements_of(method.bucket_bytes, width, c.dp * c.cp)
+    sum_s = sum_in_shards_s(numel * width, cluster, copies.ranks, copies.shards, copies.stride, c.world)
+    gather_s = collective_s("all_gather", numel * compute, cluster, copies.shards, copies.stride, c.world)
+    return gather_s / numel if c.zero == 3 else 0.0, sum_s / numel
+
+
 class StepEnd(ChunkParameters):
     """Costs of the end of a step for runs of segments of one sharded model under one candidate."""
 
@@ -100,6 +115,21 @@ class StepEnd(ChunkParameters):
     def _full_buckets_s(self) -> list[float]:
         """Seconds per element of reducing full buckets, for each of `copies`."""
         return [full_bucket_s(self.candidate, c, self.method, self.precision, self.cluster) for c in self.copies]
+
+    def least_sharding_s(self, segment: int) -> tuple[float, float]:
+        """Return lower bounds on what a segment adds to the all-gathers and reduce-scatters of a stage's forward and
+        backward pass (ZeRO 2 and 3)."""
+        forward_s = backward_s = 0.0
+        for experts, (gather_s, sum_s) in enumerate(self._full_gathers_s):
+            if sum_s:
+                numel = self.numel_read_first(segment, None if len(self.copies) == 1 else bool(experts))
+                forward_s, backward_s = forward_s + gather_s * numel, backward_s + (gather_s + sum_s) * numel
+        return forward_s, backward_s
+
+    @cached_property
+    def _full_gathers_s(self) -> list[tuple[float, float]]:
+        """`full_gather_s` for each of `copies`."""
+        return [full_gather_s(self.candidate, c, self.method, self.precision, self.cluster) for c in self.copies]
 
     def buckets(self, trained: int) -> int:
         """Return the number of buckets of `trained` elements, which are reduced and gathered one after another."""
