@@ -44,7 +44,8 @@ from autoptd.search.variants import SHARES, Variants
 _CUT = 3  # steps before the bounds that read memory, which take longer
 _SIMULATED = _CUT + 3  # steps before the simulation
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
-_COST_MEMORY = {"cuts", "headroom", "max_tp", "splits", "whole"}  # constraints, beside meshes, that may cost memory
+# constraints, beside meshes, that may cost memory
+_COST_MEMORY = {"cuts", "headroom", "max_tp", "offload", "splits", "whole"}
 
 
 @dataclass(frozen=True)
@@ -298,9 +299,12 @@ class Planner:
         self._queue.count(e)
         try:
             solutions = e.stages.solutions()
-        except StagesDoNotFit:
+        except StagesDoNotFit as refusal:
             e.is_full = True
-            return self._raise_bound(e, NEVER)
+            if not refusal.on_host:
+                return self._raise_bound(e, NEVER)
+            self._too_large.append(e)  # other cuts may share the host's memory in another way
+            return e.bound_s
         for staged in solutions:
             e.is_full = e.is_full or any(staged.solution.policies)
             if staged.least_s < self._best_s:
@@ -360,6 +364,6 @@ class Planner:
         if not order:
             return self._splitter.refusal()
         missing = (self._stages(e.candidate).shortfall() for e in order[:_EXPLAINED])
-        closest = min(missing, key=lambda s: max(s.missing_bytes))
+        closest = min(missing, key=lambda s: s.worst_bytes)
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
         return nothing_fits(self._memory, self.task.world, considered, closest, fixed)

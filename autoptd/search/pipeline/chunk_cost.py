@@ -10,6 +10,7 @@ device has fewer multiprocessors for kernels (`Device.collective_multiprocessors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -19,6 +20,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.memory import Memory, accumulation_bytes, model_state
 from autoptd.cost_models.op_time import memory_s
+from autoptd.layout.host_memory import host_state_bytes
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.state_bytes import buffer_class, packed
 from autoptd.search.constraints.options import SearchOptions
@@ -303,7 +305,17 @@ class ChunkCosts(StepEnd):
         )
         nbytes = sum(h.numel * self._dtypes[name].itemsize for name, h in own if h.frozen and self.candidate.zero < 3)
         nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if self.candidate.zero == 3 else 0)
-        return state + Memory(parameters=nbytes)
+        there = host_state_bytes(layout.hosted, precision=self.precision, optimizer=self.optimizer)
+        return state + Memory(parameters=nbytes, host=there)
+
+    def host_at_least(self, first: int, last: int) -> int:
+        """Return a lower bound on the host's bytes for the state of a rank whose chunks are all like this run."""
+        if not self.offload:
+            return 0
+        apart, own = self.untied_numel(first, last), [c.shards for c in self.copies]
+        whole = ((self.method.virtual * numel, own[experts and len(own) > 1]) for numel, experts in apart)
+        hosted = (math.ceil(self.offload * numel) // shards for numel, shards in whole)
+        return host_state_bytes(hosted, precision=self.precision, optimizer=self.optimizer)
 
     def state_at_least(self, segment: int) -> Memory:
         """Return the state of a segment without padding and without parameters that another segment reads first."""

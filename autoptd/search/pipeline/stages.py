@@ -13,6 +13,7 @@ import numpy as np
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST, Memory, alive
 from autoptd.errors import DoesNotFit, PlanError
+from autoptd.layout.host_memory import host_share
 from autoptd.schedule import Alive, row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.infeasible import Shortfall
@@ -32,7 +33,10 @@ _LONGEST = 3  # times an even share of the segments: first stages for which the 
 
 
 class StagesDoNotFit(DoesNotFit):
-    """No cut of a candidate fits. `Stages.shortfall` computes the missing memory, which takes longer."""
+    """No cut of a candidate fits, or not this one, whose host may lack memory (`on_host`). `Stages.shortfall` computes
+    the missing memory, which takes longer."""
+
+    on_host = False
 
 
 class Stages:
@@ -64,7 +68,8 @@ class Stages:
         for pool, share in dict.fromkeys(self._kinds):
             chunks = self.chunks.on(self._kinds.index((pool, share)))
             blocks = self._blocks.setdefault(pool, BlockCosts(chunks))
-            found.append(StageCost(chunks, blocks, self.cluster.pools[pool].device, unlimited))
+            kind = self.cluster.pools[pool]
+            found.append(StageCost(chunks, blocks, kind.device, unlimited, host_share(kind, self.candidate.world)))
         return found
 
     def stage_cost(self, stage: int) -> StageCost:
@@ -182,12 +187,15 @@ class Stages:
             runs = [cuts[stage] for stage in mine]
             spans = [stage_cost.span(*run) for run in runs]
             state, upcast = self.chunks.on(rank).state(runs, cuts), self.chunks.update_bytes(runs)
-            choice = stage_cost.choose(spans, state, upcast, self.held(rank))
-            if choice is None:
-                raise StagesDoNotFit("these stages do not fit")
+            own = spans, state, upcast, self.held(rank)
+            if (choice := stage_cost.choose(*own)) is None:
+                refusal = StagesDoNotFit("these stages do not fit")
+                refusal.on_host = stage_cost.choose(*own, host_limit=math.inf) is not None
+                raise refusal
+            on_host = stage_cost.host_bytes(choice, self.held(rank))
             for stage, span, options in zip(mine, spans, choice.chosen, strict=True):
                 policies[stage] = stage_cost.policies(cuts[stage][0], span, options)
-            memory.append(stage_cost.memory(state, upcast, choice.kept, choice.extra))
+            memory.append(stage_cost.memory(state, upcast, choice.kept, choice.extra, on_host))
         return timed(self.chunks, StageSolution(cuts, tuple(policies)), tuple(memory))
 
     def trimmed(self, staged: Staged, shares: Sequence[float]) -> Staged:
@@ -196,9 +204,10 @@ class Stages:
         chosen, memory = list[float](), list[Memory]()
         for rank, most in enumerate(staged.memory):
             runs = list(self.candidate.route.of(staged.solution.boundaries, rank))
+            activations = most.host - self.chunks.on(rank).state(runs, staged.solution.boundaries).host
             for share in sorted({*shares, self.candidate.offload}):
                 state = self.chunks.sharing([share]).on(rank).state(runs, staged.solution.boundaries)
-                needs = replace(most, optimizer=state.optimizer)
+                needs = replace(most, optimizer=state.optimizer, host=activations + state.host)
                 if share == self.candidate.offload or needs.needed <= self.stage_costs[self._pools[rank]].limit:
                     break
             chosen.append(share)
@@ -336,6 +345,7 @@ class Stages:
         """Return the missing memory of the cut whose worst stage exceeds its memory least."""
         cuts = self._fixed_cuts() if self.fixed else smallest_cut(self.problem).cuts
         over = [self.over_bytes(k, *run) for k, run in enumerate(cuts)]
+        on_host = [self.stage_cost(k).over_host_bytes(*run, self.alive(k)) for k, run in enumerate(cuts)]
         names = [segment.name for segment in self.folded.segments]
         return Shortfall(
             self.candidate,
@@ -343,6 +353,7 @@ class Stages:
             missing_bytes=tuple(max(0.0, value) / (1 - self.method.headroom) for value in over),
             budget_bytes=max(self.stage_cost(k).budget_bytes for k in range(len(cuts))) + max(over),
             recompute_fits=self.candidate.recompute != "auto" and self._auto_fits(cuts),
+            missing_host_bytes=tuple(max(0.0, value) / (1 - self.method.headroom) for value in on_host),
         )
 
     def _auto_fits(self, cuts: Cuts) -> bool:
