@@ -112,7 +112,8 @@ class Planner:
             raise self._nothing_fits(len(possible))
         best, c = self._best, self._best.candidate
         if c.offload and not self._method.offload:  # no more of it than each rank needs
-            best = simulated(self._stages(c).trimmed(best, (0.0, *SHARES)))
+            trimmed = simulated(self._stages(c).trimmed(best, (0.0, *SHARES)))
+            best = min(trimmed, best, key=lambda staged: staged.seconds)  # of a quick host more may be quicker
         gap = max(0.0, 1 - bound_s * (1 - CLOSE * self._splitter.is_derived) / best.seconds)
         with self.progress.stage("prove the schedule"):
             prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
@@ -301,9 +302,9 @@ class Planner:
             solutions = e.stages.solutions()
         except StagesDoNotFit as refusal:
             e.is_full = True
-            if not refusal.on_host:
+            if refusal.every_cut:
                 return self._raise_bound(e, NEVER)
-            self._too_large.append(e)  # other cuts may share the host's memory in another way
+            self._too_large.append(e)  # but other cuts may fit
             return e.bound_s
         for staged in solutions:
             e.is_full = e.is_full or any(staged.solution.policies)

@@ -33,10 +33,12 @@ _LONGEST = 3  # times an even share of the segments: first stages for which the 
 
 
 class StagesDoNotFit(DoesNotFit):
-    """No cut of a candidate fits, or not this one, whose host may lack memory (`on_host`). `Stages.shortfall` computes
-    the missing memory, which takes longer."""
+    """No cut of a candidate fits, or only not this one (`every_cut`). `Stages.shortfall` computes the missing memory,
+    which takes longer."""
 
-    on_host = False
+    def __init__(self, what: str, *, every_cut: bool) -> None:
+        super().__init__(what)
+        self.every_cut = every_cut
 
 
 class Stages:
@@ -97,7 +99,7 @@ class Stages:
 
     def solutions(self) -> list[Staged]:
         """Return the cuts of which one is the best; which one, a simulation tells. Raises DoesNotFit."""
-        if self.fixed:
+        if self.fixed or self.count == 1:
             return [self.finish(self._fixed_cuts())]
         if self.method.virtual == 1:
             return [self.finish(self._cut())]
@@ -108,11 +110,13 @@ class Stages:
 
     def _cut_without_limits(self) -> Cuts:
         """Return the best cut if memory had no limit, since that of a run depends on all chunks of its rank."""
-        stage_costs, self.stage_costs = self.stage_costs, self._stage_costs(unlimited=True)
-        cuts = self._cut()
-        self.stage_costs = stage_costs
-        del self.problem
-        return cuts
+        known, self.stage_costs = self.stage_costs, self._stage_costs(unlimited=True)
+        self.__dict__.pop("problem", None)  # bounds may have made it with limits
+        try:
+            return self._cut()
+        finally:
+            self.stage_costs = known
+            self.__dict__.pop("problem", None)
 
     def _rounded(self) -> Cuts | None:
         """Return the cut nearest to the fractions of the relaxation, which share each rank's memory among its chunks;
@@ -187,11 +191,9 @@ class Stages:
             runs = [cuts[stage] for stage in mine]
             spans = [stage_cost.span(*run) for run in runs]
             state, upcast = self.chunks.on(rank).state(runs, cuts), self.chunks.update_bytes(runs)
-            own = spans, state, upcast, self.held(rank)
-            if (choice := stage_cost.choose(*own)) is None:
-                refusal = StagesDoNotFit("these stages do not fit")
-                refusal.on_host = stage_cost.choose(*own, host_limit=math.inf) is not None
-                raise refusal
+            choice = stage_cost.choose(spans, state, upcast, self.held(rank))
+            if choice is None:
+                raise StagesDoNotFit("these stages do not fit", every_cut=self.fixed or self.count == 1)
             on_host = stage_cost.host_bytes(choice, self.held(rank))
             for stage, span, options in zip(mine, spans, choice.chosen, strict=True):
                 policies[stage] = stage_cost.policies(cuts[stage][0], span, options)
@@ -221,7 +223,7 @@ class Stages:
         options = self.options if self.method.cut_solver == "ilp" else None
         found = solve_cuts(self.problem, CutObjective(rounds), self.passes_that_fit, options)
         if found is None:
-            raise StagesDoNotFit("no cut fits")
+            raise StagesDoNotFit("no cut fits", every_cut=self.method.virtual == 1)
         return found
 
     @cached_property
