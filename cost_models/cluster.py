@@ -86,9 +86,11 @@ class AttentionRates(_ClusterPart):
 
 
 class HostMemory(_ClusterPart):
-    """Rates of one device's share of its host: of copies there and back while all devices of the host copy, and of the
-    optimizer step there, which reads and writes the host's memory."""
+    """The memory of a node's host, and rates of one device's share of it: of copies there and back while all devices of
+    the host copy, and of the optimizer step there, which reads and writes the host's memory."""
 
+    memory_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None  # of a node; None: unknown, and not checked
+    memory_source: str = ""
     to_bytes_per_s: Rate = 5.8e9
     from_bytes_per_s: Rate = 5.4e9
     step_bytes_per_s: Rate = 16e9

@@ -65,7 +65,7 @@ class Memory:
     """Bytes on one rank by category. Adding peaks of different times gives an upper bound.
 
     `overhead`: reserved by the allocator but unused, at least; `communication`: buffers of the communication library;
-    `context`: driver and kernels, before the first tensor.
+    `context`: driver and kernels, before the first tensor; `host`: in the host's memory, all others are of the device.
     """
 
     parameters: int = 0
@@ -76,6 +76,7 @@ class Memory:
     communication: int = 0
     overhead: int = 0
     context: int = 0
+    host: int = 0
 
     @property
     def state(self) -> int:
@@ -106,8 +107,8 @@ class Memory:
         return Memory(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def to_data(self) -> dict[str, int]:
-        """Return category -> bytes."""
-        return asdict(self)
+        """Return category -> bytes of the device."""
+        return {name: nbytes for name, nbytes in asdict(self).items() if name != "host"}
 
 
 def padded(numel: int, multiple: int) -> int:

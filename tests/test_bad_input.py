@@ -595,7 +595,7 @@ def test_an_unknown_model(capsys: pytest.CaptureFixture[str]):
 
 def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     shipped = (Path(cluster_module.__file__).parent / "clusters" / "dgx-h100.toml").read_text("utf-8")
-    text = re.sub(r"(?m)^memory_bytes = .*$", "memory_bytes = 2_000_000_000", shipped)
+    text = re.sub(r"(?m)^memory_bytes = .*$", "memory_bytes = 2_000_000_000", shipped, count=1)  # the device's
     text = re.sub(r"(?m)^context_bytes = .*$", "context_bytes = 1_000_000_000", text)
     (tmp_path / "small.toml").write_text(text, "utf-8")
     words = ["plan", "tests.test_bad_input:large", "--world", "2", "--cluster", str(tmp_path / "small.toml")]

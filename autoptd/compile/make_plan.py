@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 from autoptd.codegen.blocks import name_blocks
-from autoptd.compile.notes import activation_notes, answer_notes, batch_notes, device_of, memory_notes, offload_notes
+from autoptd.compile.host_notes import activation_notes, host_bytes, host_notes, offload_notes
+from autoptd.compile.notes import answer_notes, batch_notes, device_of, memory_notes
 from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.step_times import times_to_data
@@ -85,6 +86,7 @@ def make_plan(
     notes += [*idle, *pin_notes(source.folded, task.constraints, answer.staged.candidate.tp)]
     notes += memory_notes(answer.staged, cluster)
     notes += offload_notes(answer.staged, cluster) + activation_notes(answer.staged, cluster)
+    notes += host_notes(answer.staged, cluster)
     notes += batch_notes(answer.staged, size)
     notes += answer_notes(source, answer)
     return _to_plan(source, task, answer, tuple(notes))
@@ -205,6 +207,7 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
         memory=tuple({k: int(v) for k, v in m.to_data().items()} for m in staged.memory),
         model_flops_per_step=flop,
         times=times_to_data(rank_times(staged), staged.route.shape),
+        host=host_bytes(staged, task.cluster),
     )
 
 

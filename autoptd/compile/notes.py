@@ -10,7 +10,7 @@ from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.dispatch import MEDIAN, QUANTILE, fullest
-from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED, alive
+from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.errors import PlanError
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.graph import infos
@@ -19,7 +19,6 @@ from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.infeasible import InfeasibleSplit
-from autoptd.search.meshes import OFFLOAD
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Answer
 from autoptd.search.sharding.dispatch_cost import experts_of
@@ -104,46 +103,6 @@ def batch_notes(staged: Staged, batch: int) -> list[str]:
         f"a batch of {batch} is not {c.dp} × {c.microbatches} × {c.micro}: data-parallel ranks have "
         f"{' or '.join(map(str, shares))} samples, whose last microbatch may be smaller. Every sample counts once; a "
         f"step takes as long as with {padded}"
-    ]
-
-
-def offload_notes(staged: Staged, cluster: Cluster) -> list[str]:
-    """Return a note on the optimizer state in host memory, if there is any: how much, and what its step takes."""
-    shares, chunks, c = sorted(set(staged.offload)), staged.chunks, staged.candidate
-    if not shares:
-        return []
-    if cluster.device.kind == "cpu":
-        return ["offload moves optimizer state to host memory, which is the device's own here: it saves none"]
-    ends = [(chunks.on(rank), list(staged.route.of(staged.solution.boundaries, rank))) for rank in range(c.pp)]
-    seconds = max(costs.step_s(runs) for costs, runs in ends)
-    numel = max(costs.host_numel(runs) for costs, runs in ends)
-    of_rank = chunks.main * (2 + chunks.whole.cost.moments) * numel / 2**30  # main copies and gradients, and state
-    of_node = of_rank * min(c.world, cluster.gpus_per_node or c.world)
-    share = " to ".join(f"{100 * share:g}%" for share in shares[:: max(1, len(shares) - 1)])  # the least, the most
-    return [
-        f"{share} of the optimizer state is in host memory: about {of_rank:,.0f} GiB for the fullest rank, "
-        f"{of_node:,.0f} GiB for a node of such ranks. The devices wait {seconds:,.3g} s per step for its update"
-    ]
-
-
-def activation_notes(staged: Staged, cluster: Cluster) -> list[str]:
-    """Return a note on the activations in host memory, if there are any: how much, and what the copies take."""
-    chunks, c, policies = staged.chunks, staged.candidate, staged.solution.policies
-    if not any(policy == OFFLOAD for own in policies for policy in own.values()):
-        return []
-    if cluster.device.kind == "cpu":
-        return ["offload moves activations to host memory, which is the device's own here: it saves none"]
-    by_rank, copies_s = list[float](), list[float]()
-    for rank in range(c.pp):
-        mine, costs = staged.route.stages_of(rank), chunks.on(rank)
-        moved = [sum(costs.offloaded_bytes(i) for i, p in policies[s].items() if p == OFFLOAD) for s in mine]
-        by_rank.append(alive(rank, c.pp, c.microbatches, c.schedule, c.virtual).kept(moved))
-        copies_s.append(c.microbatches * sum(staged.stages[s].copies_s for s in mine))
-    ranks = min(c.world, cluster.gpus_per_node or c.world)
-    return [
-        f"activations of some blocks are in host memory: up to {max(by_rank) / 2**30:,.1f} GiB for the fullest rank, "
-        f"{ranks * max(by_rank) / 2**30:,.1f} GiB for a node of such ranks, in pinned buffers up to twice as large. "
-        f"The devices wait {max(copies_s):,.3g} s per step for the copies"
     ]
 
 

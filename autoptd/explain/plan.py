@@ -25,6 +25,7 @@ from autoptd.text import fold_table, printable, ranges
 _BAR = 24
 SIGNIFICANT, MOST_TERMS = 0.05, 5  # share of the largest difference that is named; most terms in a sentence
 _STAGES = 16  # most rows of a table with a row per stage
+_HOST = "on host"  # bytes in a row of the memory table that are not of the device
 _SHORT = {
     "activations": "acts",
     "communication": "comm",
@@ -180,21 +181,23 @@ def _part(plan: PlanData, name: str) -> str:
 
 
 def _memory_table(plan: PlanData, width: int, all: bool) -> Table:
-    rows = plan.predicted.memory
+    rows, host = plan.predicted.memory, plan.predicted.host or (0,) * len(plan.predicted.memory)
     peak = {name: max(row.get(name, 0) for row in rows) for name in sorted(set().union(*rows))}
     categories = sorted((name for name in peak if peak[name]), key=lambda name: -peak[name])
     long = width >= WIDTH and len(categories) <= 6
     heads = [words(name if long else _SHORT.get(name, name)) for name in categories]
-    table = columns("stage", *(f"{head}>" for head in heads), "needs>", "of device>", gap=1)
-    runs = _runs(rows)
+    there = ["on host>"] * any(host)
+    table = columns("stage", *(f"{head}>" for head in heads), "needs>", "of device>", *there, gap=1)
+    runs = _runs([{**row, _HOST: nbytes} for row, nbytes in zip(rows, host, strict=True)])
     for first, last, row in _first_rows(runs, all):
-        total = sum(row.values())
+        total = sum(row.values()) - row[_HOST]
         cells = [f"{row.get(name, 0) / GIB:.2f}" for name in categories]
         table.add_row(
             ranges(range(first, last + 1)),
             *cells,
             f"{total / GIB:.2f}",
             f"{total / plan.device_of(first).memory_bytes:.0%}",
+            *(f"{row[_HOST] / GIB:.2f}" for _ in there),
         )
     if len(_first_rows(runs, all)) < len(runs):
         table.add_row("…")

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from autoptd.cost_models.memory import MAIN_BYTES, UPDATE_COSTS, Memory, model_state
+from autoptd.layout.host_memory import host_state_bytes
 from autoptd.layout.layout import Layout
 from autoptd.layout.owners import Owners
 from autoptd.layout.packing import Bucket, offloaded, overlap, pack
@@ -100,7 +101,12 @@ class Packed:
     @property
     def host_elements(self) -> int:
         """Elements of a rank's shard whose main copy is in host memory."""
-        return sum(_elements(bucket) // self.shards for buckets in self.on_host for bucket in buckets)
+        return sum(self.hosted)
+
+    @property
+    def hosted(self) -> tuple[int, ...]:
+        """Elements there, by buffer."""
+        return tuple(sum(_elements(bucket) // self.shards for bucket in buckets) for buckets in self.on_host)
 
     @property
     def stepped(self) -> tuple[int, ...]:
@@ -236,4 +242,5 @@ def _state_of(
         on_host=found.host_elements,
     )
     gathered = found.gathered_bytes(layout.dtype.itemsize) if fullest and layout.zero == 3 else 0
-    return state + Memory(parameters=alone + found.frozen_bytes + gathered)
+    there = host_state_bytes(found.hosted, precision=layout.precision, optimizer=optimizer)
+    return state + Memory(parameters=alone + found.frozen_bytes + gathered, host=there)

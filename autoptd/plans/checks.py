@@ -38,6 +38,8 @@ def faults(plan: PlanData) -> Iterator[Fault]:
         yield "method.offload", "is not empty, but the optimizer updates whole parameters, on the device"
     if len(plan.predicted.memory) != plan.mesh.pp:
         yield "predicted.memory", f"has {len(plan.predicted.memory)} entries; one per stage is {plan.mesh.pp}"
+    if len(plan.predicted.host) not in (0, plan.mesh.pp):
+        yield "predicted.host", f"has {len(plan.predicted.host)} entries; one per stage is {plan.mesh.pp}"
     if plan.predicted.times and len(plan.predicted.times) != len(plan.stages):
         yield "predicted.times", f"has {len(plan.predicted.times)} entries; one per stage is {len(plan.stages)}"
 

@@ -113,6 +113,7 @@ class Predicted(Part):
     memory: tuple[Annotated[dict[Word, Index], Field(max_length=100)], ...]  # per stage: category -> bytes of one rank
     model_flops_per_step: Amount
     times: tuple[dict[str, Amount], ...] = ()  # per stage: times of a microbatch, from `simulate.times_to_data`
+    host: tuple[Index, ...] = ()  # per stage: bytes of one rank in host memory; left out of the file if ()
 
 
 Proves = Literal[
@@ -202,6 +203,8 @@ class PlanData(Part):
         held = self.certificate
         left_out = {name for name in ("certificate", "system", "whole") if not getattr(self, name)}
         data = self.model_dump(mode="json", exclude=left_out)
+        if not self.predicted.host:
+            del data["predicted"]["host"]
         if held is not None and held.signature is None:
             del data["certificate"]["signature"]
         return json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n"

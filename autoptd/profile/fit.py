@@ -63,11 +63,17 @@ def _device(record: ProfileRecord, known: Cluster | None) -> Device:
 
 
 def _host(record: ProfileRecord, known: Cluster | None) -> HostMemory:
-    """Return the rates of the largest copies and updates; those of a shipped cluster where none were measured."""
+    """Return the memory of a node, and the rates of the largest copies and updates; those of a shipped cluster where
+    none were measured."""
     largest = {point.case.op: point for point in sorted(record.of("host"), key=lambda point: point.case.nbytes)}
+    if record.kind != "cuda":
+        return HostMemory()
     host = known.device.host if known else HostMemory()
-    if not largest or record.kind != "cuda":
-        return host if record.kind == "cuda" else HostMemory()
+    if record.host_bytes:
+        held = {"memory_bytes": record.host_bytes, "memory_source": f"{record.origin}: of the system or its container"}
+        host = host.model_copy(update=held)
+    if not largest:
+        return host
     rates = {HOST_RATES[op]: rounded(point.case.nbytes / point.seconds) for op, point in largest.items()}
     ranks = f"{record.node_ranks} ranks of a node at once" if record.node_ranks > 1 else "one rank"
     source = f"{record.origin}: pinned copies and AdamW on the host, {ranks}"

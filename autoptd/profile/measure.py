@@ -26,6 +26,7 @@ from autoptd.profile.timing import Timer, timer
 from autoptd.profile.world import Place, default_processes, joined, launch, launched
 
 _OPS_SHARE = 0.6  # of the time, if there is a network to measure as well
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MOST_CONTEXT = 4 * 2**30  # bytes; driver and kernels of one process took 0.7 GB on an H200
 _MARGIN = 0.8  # of the limit is distributed: a case may take a little longer than its share
 
@@ -145,6 +146,7 @@ def _record(place: Place, context_bytes: int, found: list[Measurement | Skipped]
         backend="nccl" if cuda else "gloo",
         memory_bytes=torch.cuda.mem_get_info(place.device)[1] if cuda else _host_bytes() // place.node_ranks,
         context_bytes=context_bytes,
+        host_bytes=_host_bytes(),
         multiprocessors=cuda.multi_processor_count if cuda else None,
         cache_bytes=(getattr(cuda, "L2_cache_size", 0) or None) if cuda else None,
         world=place.world,
@@ -175,7 +177,13 @@ def checked_context(outside: int) -> int:
 
 
 def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return the memory of this machine, or of this container if that has less (cgroup v2)."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = _CGROUP_LIMIT.read_text("ascii").strip()
+    except OSError:
+        return installed
+    return min(installed, int(limit)) if limit.isdigit() else installed
 
 
 def _cpu_name() -> str:

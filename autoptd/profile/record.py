@@ -138,6 +138,7 @@ class ProfileRecord(_RecordPart):
     memory_bytes: Annotated[int, Field(gt=0)]  # of the GPU, or a process's share of the machine's memory
     context_bytes: Count  # memory in use by the driver and loaded kernels
     multiprocessors: Annotated[int, Field(gt=0)] | None = None
+    host_bytes: Annotated[int, Field(gt=0)] | None = None  # memory of a node; None in files of earlier versions
     cache_bytes: Annotated[int, Field(gt=0)] | None = None  # of the last-level cache
     world: Annotated[int, Field(gt=0)] = 1
     node_ranks: Annotated[int, Field(gt=0)] = 1

@@ -80,6 +80,15 @@ class Alive(NamedTuple):
         most = max(sum(n * each for n, each in zip(row, chunk_bytes, strict=True)) for row in self.rows)
         return round(most / self.parts)
 
+    def ahead(self, microbatches: int) -> Alive:
+        """Return these numbers with one more microbatch of any one chunk, of `microbatches` in a step at most."""
+        if self.parts > 1:
+            most = microbatches * self.parts
+            return Alive(tuple(tuple(min(most, n + 1) for n in row) for row in self.rows), self.parts)
+        each = [(row, chunk) for row in self.rows for chunk in range(len(row))]
+        more = (tuple(min(microbatches, n + (i == chunk)) for i, n in enumerate(row)) for row, chunk in each)
+        return Alive(tuple(dict.fromkeys(more)))
+
     def covers(self, alive: Sequence[int]) -> bool:
         """Return whether these in-flight microbatches per chunk are within what is counted."""
         if self.parts > 1:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import CONFIDENCE, HEADROOM
 from autoptd.errors import AutoptdError, DoesNotFit
+from autoptd.layout.host_memory import host_share, node_ranks
 from autoptd.search.memory_filter import MemoryFilter
-from autoptd.search.meshes import Candidate
+from autoptd.search.meshes import OFFLOAD, Candidate
 from autoptd.search.sharding.problem import SplitProblem
 
 _SHOWN = 4  # stages listed one by one
+_LESS_ON_HOST = "less offload of optimizer state (offload) or activations (recompute), or more ranks"
 _GIB = 2**30
 
 
@@ -94,8 +96,8 @@ class Shortfall:
     """The memory that a candidate lacks under the cut whose worst stage exceeds its memory least.
 
     `stages`: names of the first and last segment of each; `missing_bytes`: of a device with its headroom, 0 if a stage
-    fits. Devices with `budget_bytes` for state and activations would be enough; so would recomputation if
-    `recompute_fits`.
+    fits, and `missing_host_bytes` of its host. Devices with `budget_bytes` for state and activations would be enough;
+    so would recomputation if `recompute_fits`.
     """
 
     candidate: Candidate
@@ -103,20 +105,42 @@ class Shortfall:
     missing_bytes: tuple[float, ...]
     budget_bytes: float
     recompute_fits: bool
+    missing_host_bytes: tuple[float, ...] = ()
+
+    @property
+    def worst_bytes(self) -> float:
+        """The most that any stage lacks, of its device or its host."""
+        return max(*self.missing_bytes, *self.missing_host_bytes, 0.0)
+
+    @property
+    def is_of_host(self) -> bool:
+        """True if every stage fits on its device, and some host lacks memory."""
+        return max(self.missing_bytes) <= 0 < max(self.missing_host_bytes, default=0.0)
 
     def __str__(self) -> str:
+        return "\n".join(
+            line
+            for missing, what in ((self.missing_bytes, ""), (self.missing_host_bytes, " of host memory for each rank"))
+            for line in self._lines(missing, what)
+        )
+
+    def _lines(self, missing_bytes: Sequence[float], what: str) -> list[str]:
         over = [
-            f"stage {k} ({first} … {last}) lacks {missing / _GIB:.2f} GiB"
-            for k, ((first, last), missing) in enumerate(zip(self.stages, self.missing_bytes, strict=True))
+            f"stage {k} ({first} … {last}) lacks {missing / _GIB:.2f} GiB{what}"
+            for k, ((first, last), missing) in enumerate(zip(self.stages, missing_bytes, strict=False))
             if missing > 0
         ]
         if len(over) > _SHOWN:
-            worst = max(self.missing_bytes) / _GIB
-            over[_SHOWN - 1 :] = [f"and {len(over) - _SHOWN + 1} more stages, up to {worst:.2f} GiB"]
-        return "\n".join(over)
+            worst = max(missing_bytes) / _GIB
+            over[_SHOWN - 1 :] = [f"and {len(over) - _SHOWN + 1} more stages, up to {worst:.2f} GiB{what}"]
+        return over
 
     def error(self) -> DoesNotFit:
         """Return the refusal of this candidate alone."""
+        if self.is_of_host:
+            over = sum(missing > 0 for missing in self.missing_host_bytes)
+            what = f"the host lacks memory for {over} of {len(self.stages)} stages, however the model is cut"
+            return DoesNotFit(what, where=str(self), fix=_LESS_ON_HOST)
         over = sum(missing > 0 for missing in self.missing_bytes)
         remedies = ["recompute (recompute='auto')"] if self.recompute_fits else []
         remedies += [
@@ -132,6 +156,8 @@ def nothing_fits(
 ) -> DoesNotFit:
     """Return the refusal of a whole search. `fixed`: names of choices made by hand that may cost memory."""
     device = memory.cluster.device
+    if closest.is_of_host:
+        return _host_refusal(memory, world, tried, closest, fixed)
     usable = max(0.0, device.usable_bytes - memory.headroom * device.memory_bytes)
     free = f" if {100 * memory.headroom:.4g} % stays free" if memory.headroom else ""
     if memory.headroom == HEADROOM and "headroom" not in fixed:
@@ -144,6 +170,25 @@ def nothing_fits(
     )
 
 
+def _host_refusal(
+    memory: MemoryFilter, world: int, tried: int, closest: Shortfall, fixed: Collection[str]
+) -> DoesNotFit:
+    """Return the refusal of a search whose closest candidate fits on the devices, but not into the hosts' memory."""
+    cluster = memory.cluster
+    least = min(nbytes for pool in cluster.pools if (nbytes := host_share(pool, world)) is not None)
+    needed = (least + max(closest.missing_host_bytes)) * node_ranks(cluster, world)
+    remedies = ["a larger world", f"nodes with {math.ceil(needed / _GIB):,} GiB of memory ([device.host] memory_bytes)"]
+    moved = {"offload": closest.candidate.offload > 0, "recompute": closest.candidate.recompute == OFFLOAD}
+    if held := [name for name, takes in moved.items() if takes and name in fixed]:
+        remedies.insert(0, f"fixing less than {', '.join(held)}")
+    return DoesNotFit(
+        f"no plan fits: {tried} meshes considered on {world} × {cluster.device.name}; the closest fits on the devices, "
+        f"but needs more host memory than the {least * (1 - memory.headroom) / _GIB:,.1f} GiB that each rank may take",
+        where=f"closest: {closest.candidate}\n{closest}",
+        fix="; or ".join(remedies),
+    )
+
+
 def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Collection[str]) -> list[str]:
     remedies = ["recompute (leave fix['recompute'] out)"] if closest.recompute_fits else []
     everything, state = "parameters, gradients and optimizer state", memory.state(1)
@@ -153,6 +198,11 @@ def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Colle
         remedies.append(f"a world of at least {least}: {everything} alone are {state.state / _GIB:,.1f} GiB")
     else:
         remedies.append("a larger world, or a shorter sequence")
+    everything_there = closest.candidate._replace(offload=1.0)
+    if closest.candidate.offload and "offload" not in fixed and not memory.fits_host(everything_there):
+        needed = memory.least_host_bytes(everything_there) / (1 - memory.headroom)
+        whole = math.ceil(needed * node_ranks(memory.cluster, world) / _GIB)
+        remedies.append(f"nodes with more than {whole:,} GiB of memory, for all of the optimizer state")
     if fixed:
         remedies.append(f"fixing less than {', '.join(sorted(fixed))}")
     free_bytes = memory.headroom * memory.cluster.device.memory_bytes

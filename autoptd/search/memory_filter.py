@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import Memory, model_state
+from autoptd.cost_models.memory import MAIN_BYTES, MOMENTS, Memory, model_state
+from autoptd.layout.host_memory import host_share
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
 from autoptd.passes.sharding.expert_regions import expert_parameters
@@ -52,6 +53,19 @@ class MemoryFilter:
             )
             self._bytes[key] = sum(s.state - s.optimizer * (c.offload > 0) for s in states) / (c.tp * c.pp)
         return self._bytes[key]
+
+    def fits_host(self, c: Candidate) -> bool:
+        """Return whether its share of the optimizer state may fit into the hosts' memory."""
+        hosts = [host_share(pool, c.world) for pool in self.cluster.pools]
+        most = max(math.inf if nbytes is None else nbytes * (1 - self.headroom) for nbytes in hosts)
+        return self.least_host_bytes(c) <= most
+
+    def least_host_bytes(self, c: Candidate) -> float:
+        """Return a lower bound on the host's bytes of the fullest rank: main copies, gradients and optimizer state."""
+        dense, *experts = ((numel, copies.shards) for numel, copies in self.parts(c))
+        alone = max(0, dense[0] - self.shared_numel * c.tp), dense[1]  # tied parameters stay on the device
+        elements = sum(numel / shards for numel, shards in (alone, *experts)) / (c.tp * c.pp)
+        return MAIN_BYTES[self.precision] * (2 + MOMENTS[self.optimizer]) * c.offload * elements
 
     def least_world(self, state: int) -> int:
         """Return the number of devices that the bytes of a state take, rounded up to whole nodes beyond one node."""

@@ -44,7 +44,8 @@ from autoptd.search.variants import SHARES, Variants
 _CUT = 3  # steps before the bounds that read memory, which take longer
 _SIMULATED = _CUT + 3  # steps before the simulation
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
-_COST_MEMORY = {"cuts", "headroom", "max_tp", "splits", "whole"}  # constraints, beside meshes, that may cost memory
+# constraints, beside meshes, that may cost memory
+_COST_MEMORY = {"cuts", "headroom", "max_tp", "offload", "splits", "whole"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class Planner:
             raise self._nothing_fits(len(possible))
         best, c = self._best, self._best.candidate
         if c.offload and not self._method.offload:  # no more of it than each rank needs
-            best = simulated(self._stages(c).trimmed(best, (0.0, *SHARES)))
+            trimmed = simulated(self._stages(c).trimmed(best, (0.0, *SHARES)))
+            best = min(trimmed, best, key=lambda staged: staged.seconds)  # of a quick host more may be quicker
         gap = max(0.0, 1 - bound_s * (1 - CLOSE * self._splitter.is_derived) / best.seconds)
         with self.progress.stage("prove the schedule"):
             prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
@@ -309,9 +311,12 @@ class Planner:
         self._queue.count(e)
         try:
             solutions = e.stages.solutions()
-        except StagesDoNotFit:
+        except StagesDoNotFit as refusal:
             e.is_full = True
-            return self._raise_bound(e, NEVER)
+            if refusal.every_cut:
+                return self._raise_bound(e, NEVER)
+            self._too_large.append(e)  # but other cuts may fit
+            return e.bound_s
         for staged in solutions:
             e.is_full = e.is_full or any(staged.solution.policies)
             if staged.least_s < self._best_s:
@@ -371,6 +376,6 @@ class Planner:
         if not order:
             return self._splitter.refusal()
         missing = (self._stages(e.candidate).shortfall() for e in order[:_EXPLAINED])
-        closest = min(missing, key=lambda s: max(s.missing_bytes))
+        closest = min(missing, key=lambda s: s.worst_bytes)
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
         return nothing_fits(self._memory, self.task.world, considered, closest, fixed)

@@ -1,7 +1,8 @@
 """Variants of a candidate that take less memory and more time, which are tried once memory limits it.
 
     memory-saving   splits weigh each byte saved for backward by the time of recomputing it
-    offload         more of the optimizer state is in host memory, and updated there, while the device waits
+    offload         more of the optimizer state is in host memory, if that holds it, and updated there, while the device
+                    waits
     activations     blocks may keep what they save for backward in host memory, while the device waits for the copies:
                     where these are quicker than recomputation, or where nothing fits otherwise
 
@@ -37,7 +38,9 @@ class Variants:
         if c.tp > 1 and not (self._offloads and c.offload):
             yield c._replace(memory_saving=True)
         if self._offloads and c.zero < 3 and c.offload < 1:
-            yield c._replace(offload=next(share for share in SHARES if share > c.offload))
+            more = c._replace(offload=next(share for share in SHARES if share > c.offload))
+            if self.memory.fits_host(more):
+                yield more
         if on_host:
             yield from self.on_host([c])
 
@@ -62,4 +65,4 @@ class Variants:
             return found
         known = set(found)
         more = [c._replace(offload=SHARES[0]) for c in candidates if c.zero < 3 and c not in known]
-        return [*found, *self.memory.fitting(more)]
+        return [*found, *filter(self.memory.fits_host, self.memory.fitting(more))]

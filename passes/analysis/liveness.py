@@ -93,14 +93,18 @@ class Walk:
         """Return the peak at given sizes; see `sizes`."""
         return self.peak_of(self.sizes(number, ranks, cp))
 
-    def peak_of(self, sizes: Sequence[int], shares: Mapping[str, float] | None = None) -> Peak:
-        """Return the peak, given the `sizes` of the storages.
+    def shared(self, sizes: Sequence[int], shares: Mapping[str, float]) -> Sequence[int]:
+        """Return the sizes of the storages on a rank.
 
         `shares`: tensor -> its bytes and those of its gradient, relative to its size in the graph (1 if absent).
         """
-        if shares:
-            names = (s.name.removeprefix(GRADIENT_OF) for s in self.storages)
-            sizes = [round(size * shares.get(name, 1)) for size, name in zip(sizes, names, strict=True)]
+        if not shares:
+            return sizes
+        names = (s.name.removeprefix(GRADIENT_OF) for s in self.storages)
+        return [round(size * shares.get(name, 1)) for size, name in zip(sizes, names, strict=True)]
+
+    def peak_of(self, sizes: Sequence[int]) -> Peak:
+        """Return the peak, given the `sizes` of the storages."""
         (which, forward, backward), table = self._placed, np.array(sizes, dtype=np.int64)
         kept = sum(sizes[i] for i in which)
         return Peak(kept, most_bytes(forward, table), most_bytes(backward, table) if self.backward.names else kept)

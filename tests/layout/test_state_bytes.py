@@ -14,6 +14,7 @@ from torch import nn
 
 import autoptd
 from autoptd.codegen.emit import Program, load_stage
+from autoptd.layout.host_memory import pinned_bytes
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import BP, B, Split
@@ -106,7 +107,7 @@ def test_state_in_host_memory_is_not_counted(zero: int, precision: str, gradient
     options = {"zero": zero, "precision": precision, "bucket_elements": 600, "gradients": gradients}
     layout = Layout(mesh, 1, 1, ("x",), ODD, offload=(share,), **options)  # type: ignore[arg-type]
 
-    def body(c: Communicators) -> tuple[int, tuple[int, int, int], int]:
+    def body(c: Communicators) -> tuple[int, tuple[int, int, int], int, int]:
         with torch.device("meta"):
             stage = Sum(Axis(c.tp))
             for name, spec in ODD.items():
@@ -116,15 +117,19 @@ def test_state_in_host_memory_is_not_counted(zero: int, precision: str, gradient
         trainer.train_step({"x": torch.ones(1)})
         on_host = [p.param for p in trainer.pieces if p.host_grad is not None]
         there = [t for p in on_host for t in trainer.optimizer.state.pop(p).values() if t.ndim]
-        return c.dp.rank, allocated(trainer), storages(there)
+        hosted = [x for b in trainer._buffers._buffers for x in (b.host, b._host_grad)]
+        taken = sum(pinned_bytes(x.nbytes) + x.nbytes for x in hosted)  # as many moments as both, padding included
+        assert storages(there) <= sum(x.nbytes for x in hosted)
+        return c.dp.rank, allocated(trainer), storages(there), taken
 
-    for rank, found, there in run_lockstep(mesh, body):
+    for rank, found, there, taken in run_lockstep(mesh, body):
         expected = state_bytes(layout, 0, "adamw", rank)
         assert found == (expected.parameters, expected.gradients, expected.optimizer)
         whole = state_bytes(replace(layout, offload=()), 0, "adamw", rank)
         moved = whole.optimizer - found[2]
         assert there > 0 and (moved == there if precision == "fp32" else moved > there), "main copies too, in bf16"
         assert (found[2] == 0) == (share == 1)
+        assert expected.host == taken and whole.host == 0
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(dp=3), Mesh(2, 2, 2), Mesh(1, 1, 4)], ids=str)

@@ -155,6 +155,27 @@ def test_rates_of_the_host_are_those_of_the_largest_cases():
     assert fit(none).device.host == known.device.host, "those of the shipped cluster"
 
 
+def test_the_memory_of_a_node_is_read_from_the_machine():
+    made = record(TRUE)
+    assert fit(made).device.host.memory_bytes is None, "points of earlier versions"
+    found = fit(made.model_copy(update={"host_bytes": 10**12})).device.host
+    assert found.memory_bytes == 10**12 and found.memory_source.startswith("measured on 2026-01-02")
+    points = tuple(p for p in made.points if p.case.family != "host")
+    assert fit(made.model_copy(update={"host_bytes": 10**12, "points": points})).device.host.memory_bytes == 10**12
+
+
+def test_a_container_has_no_more_memory_than_its_limit(tmp_path, monkeypatch):
+    import autoptd.profile.measure as measure
+
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(measure, "_CGROUP_LIMIT", limit)
+    installed = measure._host_bytes()
+    limit.write_text("max\n")
+    assert measure._host_bytes() == installed > 4096
+    limit.write_text("4096\n")
+    assert measure._host_bytes() == 4096
+
+
 def test_where_the_host_is_the_device_it_has_no_rates_of_its_own():
     assert not list(host_series("cpu"))
     local = Cluster.load("local")
@@ -222,7 +243,7 @@ def test_the_searches_find_a_minimum():
 def test_a_record_reads_back():
     whole = record(TRUE)
     assert ProfileRecord.parse(whole.to_json()) == whole
-    assert len(whole.to_json().splitlines()) == 15 + len(whole.points) + len(whole.skipped) + 4
+    assert len(whole.to_json().splitlines()) == 16 + len(whole.points) + len(whole.skipped) + 4
 
 
 @pytest.mark.parametrize(

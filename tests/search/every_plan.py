@@ -84,24 +84,26 @@ Seconds = tuple[float, ...]
 
 
 class ChunkWays:
-    """Seconds, bytes saved and peak of all recomputations of the blocks of a run of segments.
+    """Seconds, bytes saved, peak and bytes on the host of all recomputations of the blocks of a run of segments.
 
-    The first of those that are equal in all three.
+    The first of those that are equal in all four.
     """
 
     def __init__(self, stage_cost: StageCost, run: tuple[int, int]) -> None:
         self.blocks = list(stage_cost.blocks.within(*run))
         self.menus = [stage_cost.blocks.all_options(block, received=block[0] == run[0] > 0) for block in self.blocks]
-        self.recompute_s, self.kept, self.peak = np.zeros(1), np.zeros(1), np.zeros(1)
+        self.recompute_s, self.kept, self.peak, self.host = np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1)
         for menu in self.menus:
             kept, full, again = (np.array(x, dtype=float) for x in zip(*map(_of, menu), strict=True))
             self.peak = np.maximum(self.peak[:, None], self.kept[:, None] + full).ravel()
             self.kept, self.recompute_s = (
                 np.add.outer(*x).ravel() for x in ((self.kept, kept), (self.recompute_s, again))
             )
+            self.host = np.add.outer(self.host, [float(way.host) for way in menu]).ravel()
         self.peak = np.maximum(self.peak, self.kept)
-        _, self.index = np.unique(np.stack([self.recompute_s, self.kept, self.peak]), axis=1, return_index=True)
-        self.recompute_s, self.kept, self.peak = (x[self.index] for x in (self.recompute_s, self.kept, self.peak))
+        all_four = self.recompute_s, self.kept, self.peak, self.host
+        _, self.index = np.unique(np.stack(all_four), axis=1, return_index=True)
+        self.recompute_s, self.kept, self.peak, self.host = (x[self.index] for x in all_four)
 
     def ways(self, index: int) -> tuple[RecomputeOption, ...]:
         places = np.unravel_index(self.index[index], [len(menu) for menu in self.menus])
@@ -132,6 +134,14 @@ def _rank_choices(
     pairs, which = np.unique(kept + 1j * above, return_inverse=True)
     memory = [stage_cost.memory(state, upcast, int(pair.real), int(pair.imag)) for pair in pairs]
     fits = np.array([m.needed <= stage_cost.limit for m in memory])[which]
+    most, whole = alive.parts * stages.candidate.microbatches, alive.parts > 1
+    late = [  # one microbatch more, of whichever chunk, has buffers on the host
+        tuple(min(n + (whole or i == chunk), most) for i, n in enumerate(row))
+        for row in alive.rows
+        for chunk in range(len(row))
+    ]
+    moved = [sum(n * c.host[i] for n, c, i in zip(row, chunks, index, strict=True)) / alive.parts for row in late]
+    fits &= state.host + np.maximum.reduce(moved) <= stage_cost.host_limit
     again = np.stack([np.round(c.recompute_s[i], 15) for c, i in zip(chunks, index, strict=True)])
     fitting = np.flatnonzero(fits)
     _, alike = np.unique(again[:, fitting], axis=1, return_index=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,12 +15,13 @@ from autoptd.errors import DoesNotFit, PlanError
 from autoptd.progress import Silent
 from autoptd.search import planner
 from autoptd.search.constraints.options import DIMENSIONS
+from autoptd.search.meshes import WITH_HOST, Candidate
 from autoptd.search.pipeline import exact as refine
-from autoptd.search.pipeline import lower_bounds
+from autoptd.search.pipeline import lower_bounds, stages
 from autoptd.search.pipeline import recompute_options as menus
 from autoptd.search.planner import EFFORT, Planner, Task
 from tests.search.every_plan import least_seconds
-from tests.search.random_tasks import MODELS, random_task
+from tests.search.random_tasks import MODELS, random_task, wide_task
 
 EQUAL = 1e-9
 TASKS = 120
@@ -110,6 +112,90 @@ def test_a_gap_counts_recomputation_that_was_not_looked_for(monkeypatch: pytest.
             assert seconds * (1 - gap) <= best * (1 + EQUAL), seed
             worse += seconds > best * (1 + EQUAL)
     assert worse
+
+
+# ---- every dimension ----
+
+WIDE, GROUPS = range(60, 180), (4, 0, 1, 2, 3, 5)  # `make test` runs the first of these groups
+
+
+@cache
+def wide_best(seed: int) -> float:
+    model, task = wide_task(seed)
+    return least_seconds(Planner(task, Silent(), model.known))[0]
+
+
+def wide_answer(seed: int) -> tuple[float, float, float]:
+    """Return the seconds of the best plan, those after taking offload back that no rank needs, and the gap."""
+    model, task = wide_task(seed)
+    search = Planner(task, Silent(), model.known)
+    try:
+        answer = search.answer()
+    except DoesNotFit:
+        return math.inf, math.inf, 0.0
+    assert search._best is not None
+    return search._best.seconds, answer.staged.seconds, answer.gap
+
+
+def _wide_faults(group: int) -> list[int]:
+    wrong = []
+    for seed in WIDE[group :: len(GROUPS)]:
+        (seconds, trimmed_s, gap), best = wide_answer(seed), wide_best(seed)
+        if seconds != pytest.approx(best, rel=EQUAL) or trimmed_s > seconds or gap > EQUAL:
+            wrong.append(seed)
+    return wrong
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_search_finds_the_best_where_every_dimension_counts(group: int) -> None:
+    assert _wide_faults(group) == []
+
+
+def test_every_dimension_counts() -> None:
+    """Each is in the space of some tasks, and in the best plan of some."""
+    spaces, chosen = Counter[str](), Counter[str]()
+    for seed in WIDE:
+        model, task = wide_task(seed)
+        search = Planner(task, Silent(), model.known)
+        spaces.update({name for c in search.space() for name in _dimensions(c, task)})
+        try:
+            search.answer()
+        except DoesNotFit:
+            continue
+        best = search._best
+        assert best is not None
+        chosen.update(_dimensions(best.candidate, task))
+        chosen.update({policy for stage in best.solution.policies for policy in stage.values()})
+    everything = {"offload", "activations", "uneven", "zero 2", "zero 3", "shards", "cp", "ep", "interleaved"}
+    everything |= {"zero-bubble", "zero-bubble-v", "memory-saving", "zero 0", "zero 1", "tp", "pp"}
+    assert {name for name in everything if spaces[name] < 3} == set()
+    found = {"offload", "uneven", "cp", "ep", "zero-bubble", "zero-bubble-v", "memory-saving", "full"}
+    assert {name for name in found if not chosen[name]} == set() and chosen["offload"] > 10 > 0 < chosen["activations"]
+
+
+def _dimensions(c: Candidate, task: Task) -> Iterator[str]:
+    yield f"zero {c.zero}"
+    yield c.schedule
+    yield from (name for name in ("tp", "pp", "cp", "ep") if getattr(c, name) > 1)
+    flags = {"offload": c.offload > 0, "activations": c.recompute == WITH_HOST, "shards": c.shards > 0}
+    flags |= {"uneven": c.dp * c.micro * c.microbatches != task.batch, "memory-saving": c.memory_saving}
+    yield from (name for name, holds in flags.items() if holds)
+
+
+def test_a_host_without_limit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "host_share", lambda *_: None)
+    unlimited = {seed: wide_answer(seed)[0] for seed in WIDE[GROUPS[0] :: len(GROUPS)]}
+    monkeypatch.undo()
+    assert any(seconds < wide_best(seed) * (1 - EQUAL) for seed, seconds in unlimited.items())
+
+
+def test_a_candidate_closed_by_one_cut_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk of a rank may need more memory than the other."""
+    honest = stages.StagesDoNotFit.__init__
+    monkeypatch.setattr(
+        stages.StagesDoNotFit, "__init__", lambda self, what, every_cut: honest(self, what, every_cut=True)
+    )
+    assert _wide_faults(GROUPS[0])
 
 
 # ---- planted bugs ----

@@ -16,11 +16,12 @@ from autoptd.schedule import Alive
 from autoptd.search.meshes import AUTO, OFFLOAD, WITH_HOST
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.recompute_options import RecomputeFront, RecomputeOption, RecomputeOptions, undominated
-from autoptd.search.pipeline.stage_parameters import block_peak
+from autoptd.search.pipeline.stage_parameters import block_peak, block_pinned
 from autoptd.search.pipeline.windows import Floats, Ints
 
 NONE = "none"
 Kinds = tuple[str, ...]  # of a block's segments
+RankKey = tuple[tuple[tuple[tuple[Kinds, ...], bool], ...], Alive]  # by chunk
 Relaxed = tuple[tuple[int, ...], tuple[tuple[float, float, float], ...]]  # segments, and options as in `BlockOptions`
 
 
@@ -33,7 +34,8 @@ class BlockCosts:
         self._blocks = chunks.tensors.workbook.facts.blocks
         self._at = [at for at, block in enumerate(self._blocks) for _ in range(block.length)]  # by segment
         self._options: dict[tuple[Kinds, bool], RecomputeOptions] = {}
-        self.fronts: dict[tuple[tuple[tuple[tuple[Kinds, ...], bool], ...], Alive], RecomputeFront] = {}  # by chunk
+        self.fronts: dict[RankKey, RecomputeFront] = {}
+        self.counting_host: dict[RankKey, RecomputeFront] = {}  # the same where host memory is a limit
 
     def within(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
         """Yield the segments of each block of a stage, or of the part of it inside the stage."""
@@ -49,6 +51,10 @@ class BlockCosts:
         if key not in self._options:
             self._options[key] = undominated(self.all_options(block, received))
         return self._options[key]
+
+    def options_counting_host(self, block: tuple[int, ...], received: bool = False) -> RecomputeOptions:
+        """Return the same where host memory is a limit: with those that take less of it."""
+        return undominated(self.all_options(block, received), counts_host=True)
 
     def all_options(self, block: tuple[int, ...], received: bool = False) -> list[RecomputeOption]:
         """Return all recompute options of a block.
@@ -70,8 +76,9 @@ class BlockCosts:
 
     def option(self, block: tuple[int, ...], policy: str) -> RecomputeOption:
         segments = [self.folded.segments[i] for i in block]
-        peak = block_peak(self.chunks.tensors, self.chunks.sharded, segments, policy, self.method)
-        return RecomputeOption(policy, sum(self.added_s(block, policy)), peak)
+        of = self.chunks.tensors, self.chunks.sharded, segments
+        host = block_pinned(*of, self.method) if policy == OFFLOAD else 0
+        return RecomputeOption(policy, sum(self.added_s(block, policy)), block_peak(*of, policy, self.method), host)
 
     def added_s(self, run: Sequence[int], policy: str) -> tuple[float, float]:
         """Return the seconds that a policy adds to the passes of segments (forward, backward)."""

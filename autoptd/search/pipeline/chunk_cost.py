@@ -10,6 +10,7 @@ device has fewer multiprocessors for kernels (`Device.collective_multiprocessors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -19,6 +20,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.memory import Memory, accumulation_bytes, model_state
 from autoptd.cost_models.op_time import memory_s
+from autoptd.layout.host_memory import host_state_bytes
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.state_bytes import buffer_class, packed
 from autoptd.search.constraints.options import SearchOptions
@@ -256,12 +258,14 @@ class ChunkCosts(StepEnd):
 
     # ---- state ----
 
-    def state(self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> Memory:
+    def state(
+        self, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]] = (), tied_apart: bool = False
+    ) -> Memory:
         """Return parameters, gradients and optimizer state of these runs of segments, each parameter once.
 
         The layout is the runtime's, with padding (`layout/state_bytes.py`) and the buckets that ZeRO 2 and 3 hold
         unsharded at their peak. `cut`: the segments of all stages, if known: a parameter that several stages hold is in
-        a buffer of its own.
+        a buffer of its own. `tied_apart`: count every one that several segments read as such.
         """
         held: dict[str, Held] = {}
         for first, last in runs:
@@ -271,7 +275,8 @@ class ChunkCosts(StepEnd):
         own = sorted(held.items(), key=lambda item: item[1].order)
         if any(first == 0 for first, _ in runs):  # the first stage holds unused parameters
             own += self._unused.items()
-        shared, end = self._sharers(cut), self.held_by_loss(runs)
+        shared = dict.fromkeys(self._tied, frozenset[int]()) if tied_apart else self._sharers(cut)
+        end = self.held_by_loss(runs)
         if len(self.copies) == 1:
             return end + self._laid_out(own, shared, runs, cut, self.copies[0])
         apart = ([item for item in own if (item[0] in self._experts) == experts] for experts in (False, True))
@@ -304,7 +309,17 @@ class ChunkCosts(StepEnd):
         )
         nbytes = sum(h.numel * self._dtypes[name].itemsize for name, h in own if h.frozen and self.candidate.zero < 3)
         nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if self.candidate.zero == 3 else 0)
-        return state + Memory(parameters=nbytes)
+        there = host_state_bytes(layout.hosted, precision=self.precision, optimizer=self.optimizer)
+        return state + Memory(parameters=nbytes, host=there)
+
+    def host_at_least(self, first: int, last: int) -> int:
+        """Return a lower bound on the host's bytes for the state of a rank whose chunks are all like this run."""
+        if not self.offload:
+            return 0
+        apart, own = self.untied_numel(first, last), [c.shards for c in self.copies]
+        whole = ((self.method.virtual * numel, own[experts and len(own) > 1]) for numel, experts in apart)
+        hosted = (math.ceil(self.offload * numel) // shards for numel, shards in whole)
+        return host_state_bytes(hosted, precision=self.precision, optimizer=self.optimizer)
 
     def state_at_least(self, segment: int) -> Memory:
         """Return the state of a segment without padding and without parameters that another segment reads first."""
@@ -340,9 +355,11 @@ class ChunkCosts(StepEnd):
         if first == 0:
             frozen += sum(h.numel * self._dtypes[name].itemsize for name, h in self._unused.items() if h.frozen)
             unused += sum(h.numel for h in self._unused.values() if not h.frozen)
-        if self.candidate.zero >= 2 or self.whole.shapes:  # one bucket per block, a few unsharded at a time; owners
+        # one bucket per block, a few unsharded at a time; owners; whole buckets on the host
+        if self.candidate.zero >= 2 or self.whole.shapes or self.offload not in (0, 1):
             spare = _CLASSES * self.dp * ALIGN
-            return self.state([(first, last)]) + model_state([spare], precision=self.precision, optimizer="adamw")
+            laid_out = self.state([(first, last)], tied_apart=self.candidate.pp > 1)
+            return laid_out + model_state([spare], precision=self.precision, optimizer="adamw")
         found = Memory(parameters=frozen) + self.held_by_loss([(first, last)])
         for trained, copies in self._trained([(first, last)]):
             trained += unused

@@ -14,7 +14,7 @@ from torch import fx
 
 from autoptd.cost_models.memory import Memory
 from autoptd.layout.placements import B, Placement, Split
-from autoptd.layout.state_bytes import Unit
+from autoptd.layout.state_bytes import Unit, buffer_class
 from autoptd.passes.blocks import owned_by_blocks
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
@@ -123,6 +123,21 @@ class ChunkParameters:
                 reader[name] = i
             totals.append(total)
         return totals, tied
+
+    def untied_numel(self, first: int, last: int) -> list[tuple[int, bool]]:
+        """Return local trained elements that no other segment reads, by buffer, and whether they are of experts."""
+        totals = self._memoised(f"untied elements, ep {self.candidate.ep}", self._count_untied)
+        return [(each[last + 1] - each[first], experts) for each, experts in totals]
+
+    def _count_untied(self) -> list[tuple[list[int], bool]]:
+        """Return such elements before each segment, for each buffer."""
+        found: dict[tuple[str, torch.dtype, bool], list[int]] = {}
+        for i, mine in enumerate(self._parameters):
+            for name, count, stored, frozen, _ in mine:
+                if not frozen and name not in self._tied:
+                    key = buffer_class(stored), self._dtypes[name], name in self._experts
+                    found.setdefault(key, [0] * len(self._parameters))[i] += count
+        return [([0, *accumulate(each)], experts) for (*_, experts), each in found.items()]
 
     def shared_numel(self, first: int, last: int) -> int:
         """Return local elements of parameters that several segments read, each time one is read."""

@@ -27,15 +27,18 @@ from autoptd.passes.analysis.liveness import Peak, stage_peak
 from autoptd.schedule import Alive
 
 EXACT = 10_000  # most choices per rank that are enumerated; beyond, a greedy order by bytes saved per second
+_NONE = np.zeros(1)
 _COMPARED = 600  # choices of a chunk that are compared at a time, to leave out those that others beat
 
 
 class RecomputeOption(NamedTuple):
-    """A recompute policy for one block: the seconds that it adds to both passes, and its memory."""
+    """A recompute policy for one block: the seconds that it adds to both passes, its memory, and what it keeps in host
+    memory per microbatch, in bytes."""
 
     policy: str
     recompute_s: float
     peak: Peak
+    host: int = 0
 
 
 Floats = NDArray[np.float64]
@@ -55,13 +58,17 @@ class RecomputeChoice:
     exact: bool
 
 
-def undominated(chosen: Sequence[RecomputeOption]) -> RecomputeOptions:
-    """Drop dominated options."""
+def undominated(chosen: Sequence[RecomputeOption], *, counts_host: bool = False) -> RecomputeOptions:
+    """Drop dominated options; with `counts_host`, only those that take no less host memory."""
     found: list[RecomputeOption] = []
-    for option in sorted(chosen, key=lambda w: (w.recompute_s, w.peak.kept, _fullest(w))):
-        if not any(w.peak.kept <= option.peak.kept and _fullest(w) <= _fullest(option) for w in found):
+    for option in sorted(chosen, key=lambda w: (w.recompute_s, w.peak.kept, _fullest(w), w.host)):
+        if not any(_no_larger(w, option) and (w.host <= option.host or not counts_host) for w in found):
             found.append(option)
     return tuple(found)
+
+
+def _no_larger(a: RecomputeOption, b: RecomputeOption) -> bool:
+    return a.peak.kept <= b.peak.kept and _fullest(a) <= _fullest(b)
 
 
 def _fullest(option: RecomputeOption) -> int:
@@ -77,6 +84,11 @@ def bytes_of(chosen: Sequence[Sequence[RecomputeOption]], alive: Alive) -> tuple
     return alive.kept(kept), extra
 
 
+def host_bytes_of(chosen: Sequence[Sequence[RecomputeOption]], alive: Alive) -> int:
+    """Return the host's bytes for chosen options per chunk. `alive`: microbatches whose buffers are not yet free."""
+    return alive.kept([sum(option.host for option in chunk) for chunk in chosen])
+
+
 def most_saving(chunks: Sequence[Sequence[RecomputeOptions]]) -> tuple[tuple[RecomputeOption, ...], ...]:
     """Return the options that keep least."""
     return tuple(
@@ -89,11 +101,13 @@ class RecomputeFront:
 
     Blocks of a chunk with equal options are interchangeable: only the number of blocks per option is chosen. Blocks
     that keep less come first in the chunk, so that least of the others is in memory at their peak. The choices depend
-    on no budget, so that ranks of many candidates share them.
+    on no budget, so that ranks of many candidates share them. `counts_host`: host memory counts too, in `within_both`.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive) -> None:
-        self.chunks, self.alive = chunks, alive
+    def __init__(
+        self, chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive, *, counts_host: bool = False
+    ) -> None:
+        self.chunks, self.alive, self._counts_host = chunks, alive, counts_host
 
     def within(self, budget_bytes: float) -> RecomputeChoice | None:
         """Return the fastest choice whose `kept` and `extra` bytes are within a budget; None if there is none."""
@@ -103,8 +117,29 @@ class RecomputeFront:
         at = int(np.searchsorted(-nbytes, -budget_bytes))
         if at == len(nbytes):
             return None
-        chosen = [tuple(map(int, table[at])) for table in counts]
-        return _choice(self.chunks, _assigned(self.chunks, self._groups, chosen), self.alive, exact=bool(self._chunks))
+        return self._chosen([tuple(map(int, table[at])) for table in counts])
+
+    def within_both(self, budget_bytes: float, on_host: Alive, host_bytes: float) -> RecomputeChoice | None:
+        """Return the fastest choice within a budget that takes at most `host_bytes` for microbatches `on_host`."""
+        seconds, nbytes, tables = self._every
+        each = [np.zeros(len(seconds)) for _ in self.chunks]
+        for (options, where), table in zip(self._groups, tables, strict=True):
+            each[where[0][0]] += table @ np.array([option.host for option in options])
+        moved = np.max(np.array(on_host.rows) @ np.stack(each), axis=0) / on_host.parts
+        fits = np.flatnonzero((nbytes <= budget_bytes) & (moved <= host_bytes))
+        if not len(fits):
+            return None
+        at = fits[np.lexsort((nbytes[fits], seconds[fits]))[0]]
+        return self._chosen([tuple(map(int, table[at])) for table in tables])
+
+    @cached_property
+    def _every(self) -> tuple[Floats, Floats, list[Counts]]:
+        """The seconds, the bytes and the counts of all choices."""
+        seconds, nbytes, counts = self._all() if self._chunks else self._some()
+        return seconds, nbytes, counts(np.arange(len(seconds)))
+
+    def _chosen(self, counts: Sequence[Sequence[int]]) -> RecomputeChoice:
+        return _choice(self.chunks, _assigned(self.chunks, self._groups, counts), self.alive, exact=bool(self._chunks))
 
     @cached_property
     def _quickest(self) -> RecomputeChoice:
@@ -117,7 +152,7 @@ class RecomputeFront:
     @cached_property
     def _chunks(self) -> list[ChunkChoices]:
         """The choices of each chunk; none if there are too many to try all."""
-        found = [_choices_of(tuple(chunk)) for chunk in self.chunks]
+        found = [_choices_of(tuple(chunk), self._counts_host) for chunk in self.chunks]
         possible = [choices for choices in found if choices is not None]
         few = len(possible) == len(found) and math.prod(len(choices.seconds) for choices in possible) <= EXACT
         return possible if few else []
@@ -176,28 +211,29 @@ class ChunkChoices(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _choices_of(chunk: tuple[RecomputeOptions, ...]) -> ChunkChoices | None:
+def _choices_of(chunk: tuple[RecomputeOptions, ...], counts_host: bool) -> ChunkChoices | None:
     """Return the choices for a chunk that no other is as good as in every way; None if there are too many to try."""
     groups = _groups([chunk])
     shape = [math.comb(len(where) + len(options) - 1, len(where)) for options, where in groups]
     if math.prod(shape) > EXACT:
         return None
-    tables, seconds = [_compositions(len(where), len(options)) for options, where in groups], np.zeros(1)
+    tables, seconds, host = [_compositions(len(where), len(options)) for options, where in groups], _NONE, _NONE
     for (options, _), table in zip(groups, tables, strict=True):
         seconds = np.add.outer(seconds, table @ np.array([w.recompute_s for w in options])).ravel()
+        host = np.add.outer(host, table @ np.array([float(counts_host * w.host) for w in options])).ravel()
     kept, extra = _bytes_of_chunk([(*group, table) for group, table in zip(groups, tables, strict=True)], len(chunk))
-    order = _unbeaten(np.lexsort((extra, kept, seconds)), kept, extra)
+    order = _unbeaten(np.lexsort((host, extra, kept, seconds)), (kept, extra, *([host] if counts_host else [])))
     counts = [table[at] for table, at in zip(tables, np.unravel_index(order, shape), strict=True)]
     return ChunkChoices(seconds[order], kept[order], extra[order], counts)
 
 
-def _unbeaten(order: Counts, kept: Floats, extra: Floats) -> Counts:
-    """Return the choices, fast ones first, without those that an earlier one equals or beats in both kinds of bytes."""
+def _unbeaten(order: Counts, kinds: Sequence[Floats]) -> Counts:
+    """Return the choices, fast ones first, without those that an earlier one equals or beats in all kinds of bytes."""
     found = order[:0]
     for some in np.array_split(order, max(1, len(order) // _COMPARED)):
-        beaten = (kept[found, None] <= kept[some]) & (extra[found, None] <= extra[some])  # [earlier, later]
+        beaten = np.logical_and.reduce([n[found, None] <= n[some] for n in kinds])  # [earlier, later]
         some = some[~beaten.any(axis=0)]
-        within = (kept[some, None] <= kept[some]) & (extra[some, None] <= extra[some])
+        within = np.logical_and.reduce([n[some, None] <= n[some] for n in kinds])
         found = np.concatenate((found, some[~np.triu(within, 1).any(axis=0)]))
     return found
 

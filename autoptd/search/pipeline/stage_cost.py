@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,6 +32,7 @@ from autoptd.search.pipeline.recompute_options import (
     RecomputeOptions,
     bytes_of,
     decreasing_memory,
+    host_bytes_of,
     most_saving,
 )
 from autoptd.search.pipeline.windows import Floats
@@ -42,8 +43,9 @@ _Key = int  # of a run, by the names of its segments and by whether it starts at
 @dataclass(frozen=True)
 class SegmentRange:
     """Memory of a run of segments: upper bound of its state, bytes of gradients upcast for the step, and its blocks:
-    positions of their segments relative to the run's first, their kinds, and recompute options. `received`: whether
-    the first of them received its inputs from another stage."""
+    positions of their segments relative to the run's first, their kinds, and recompute options. `state.host`: a lower
+    bound, of a rank whose chunks are all alike. `counting_host`: the options where host memory is a limit. `received`:
+    whether the first of them received its inputs from another stage."""
 
     state: Memory
     upcast: int
@@ -51,19 +53,29 @@ class SegmentRange:
     kinds: tuple[Kinds, ...]
     options: tuple[RecomputeOptions, ...]
     received: bool
+    counting_host: tuple[RecomputeOptions, ...] = ()
 
 
 class StageCost:
     """Costs of one sharded model under one candidate on one type of device.
 
-    `unlimited`: ignore memory. `rough`: for some choice of recomputation a faster one may exist.
+    `unlimited`: ignore memory. `host_bytes`: a rank's share of its host's memory, None: not checked. `rough`: for some
+    choice of recomputation a faster one may exist.
     """
 
-    def __init__(self, chunks: ChunkCosts, blocks: BlockCosts, device: Device, unlimited: bool = False) -> None:
+    def __init__(
+        self,
+        chunks: ChunkCosts,
+        blocks: BlockCosts,
+        device: Device,
+        unlimited: bool = False,
+        host_bytes: float | None = None,
+    ) -> None:
         self.chunks, self.blocks, self.device = chunks, blocks, device
         self.candidate, self.method, self.folded = chunks.candidate, chunks.method, chunks.folded
         ignored = unlimited or self.method.memory == "ignore"
         self.limit = math.inf if ignored else device.memory_bytes * (1 - self.method.headroom)
+        self.host_limit = math.inf if ignored or host_bytes is None else host_bytes * (1 - self.method.headroom)
         self.rough = False
         self._keys: dict[tuple[int, int], _Key] = {}
         self._known: dict[tuple[bool, tuple[int, ...]], _Key] = {}
@@ -106,13 +118,14 @@ class StageCost:
             quicker = (
                 c for c in decreasing_memory([span.options], Alive(((alive,),))) if c.recompute_s < best.recompute_s
             )
-            self._options[key] = tuple(self._option(first, last, choice) for choice in (*quicker, best))
+            self._options[key] = tuple(self._option(first, last, choice, alive) for choice in (*quicker, best))
         return self._options[key]
 
-    def _option(self, first: int, last: int, choice: RecomputeChoice) -> StageOption:
+    def _option(self, first: int, last: int, choice: RecomputeChoice, alive: int) -> StageOption:
         span, cost = self.span(first, last), self._chunk(first, last, choice)
         needed = self._needed(span.state, span.upcast, choice.kept, choice.extra, self.method.virtual)
-        return StageOption(cost.forward_s + cost.backward_s, needed / self.limit)
+        on_host = span.state.host + self.host_bytes(choice, Alive(((alive,),)), self.method.virtual)
+        return StageOption(cost.forward_s + cost.backward_s, max(needed / self.limit, on_host / self.host_limit))
 
     def least_cost(self, first: int, last: int) -> ChunkCost:
         """Return the cost without recomputation."""
@@ -122,17 +135,51 @@ class StageCost:
         return self._costs[key]
 
     def choose(
-        self, spans: Sequence[SegmentRange], state: Memory, upcast: int, alive: Alive, chunks: int = 1
+        self,
+        spans: Sequence[SegmentRange],
+        state: Memory,
+        upcast: int,
+        alive: Alive,
+        chunks: int = 1,
+        host_limit: float | None = None,
     ) -> RecomputeChoice | None:
         """Return the fastest recomputation that fits for a rank with these runs of segments, or None.
 
-        `chunks`: number of chunks that each run stands for."""
+        `chunks`: number of chunks that each run stands for. `state.host`: of the whole rank. `host_limit`: by default
+        the rank's.
+        """
+        left = (self.host_limit if host_limit is None else host_limit) - state.host
         key = tuple((span.kinds, span.received) for span in spans), alive
+        if left < 0:
+            return None
         if key not in self.blocks.fronts:
             self.blocks.fronts[key] = RecomputeFront([span.options for span in spans], alive)
-        found = self.blocks.fronts[key].within(self._work_bytes(state, upcast, chunks))
+        budget_bytes = self._work_bytes(state, upcast, chunks)
+        found = self.blocks.fronts[key].within(budget_bytes)
+        if found is not None and self.host_bytes(found, alive, chunks) > left:
+            on_host = self._on_host(alive, chunks)
+            found = self._counting_host(spans, alive).within_both(budget_bytes, on_host, left)
         self.rough = self.rough or (found is not None and not found.exact)
         return found
+
+    def _counting_host(self, spans: Sequence[SegmentRange], alive: Alive) -> RecomputeFront:
+        """Return the choices of recomputation where host memory is a limit."""
+        key = tuple((span.kinds, span.received) for span in spans), alive
+        if key not in self.blocks.counting_host:
+            options = [span.counting_host for span in spans]
+            self.blocks.counting_host[key] = RecomputeFront(options, alive, counts_host=True)
+        return self.blocks.counting_host[key]
+
+    def host_bytes(self, choice: RecomputeChoice, alive: Alive, chunks: int = 1) -> int:
+        """Return the host's bytes for the activations of a choice."""
+        if not self.blocks.offloads:
+            return 0
+        return host_bytes_of(choice.chosen, self._on_host(alive, chunks))
+
+    def _on_host(self, alive: Alive, chunks: int) -> Alive:
+        """Return the microbatches whose buffers in pinned memory are not free yet. The host queues kernels ahead of the
+        device, and a buffer is free once its copies have ended: one microbatch more than are in flight."""
+        return alive.ahead(self.candidate.microbatches * chunks)
 
     @staticmethod
     def policies(first: int, span: SegmentRange, chosen: Sequence[RecomputeOption]) -> dict[int, str]:
@@ -147,6 +194,15 @@ class StageCost:
         span = self.span(first, last)
         kept, extra = bytes_of(most_saving([span.options]), Alive(((alive,),)))
         return self._needed(span.state, span.upcast, kept, extra, self.method.virtual) - self.limit
+
+    def over_host_bytes(self, first: int, last: int, alive: int) -> float:
+        """Return by how many bytes such a stage exceeds its host's memory, with the fastest recomputation that fits on
+        the device; 0 if none does."""
+        span, held, chunks = self.span(first, last), Alive(((alive,),)), self.method.virtual
+        choice = self.choose([span], span.state, span.upcast, held, chunks, host_limit=math.inf)
+        if choice is None:
+            return 0.0
+        return span.state.host + self.host_bytes(choice, held, chunks) - self.host_limit
 
     @property
     def budget_bytes(self) -> float:
@@ -171,13 +227,14 @@ class StageCost:
         held = allocator_bytes(work, FRAGMENTATION_LEAST)
         return state_bytes + work + held + self._communication_bytes + self.device.context_bytes
 
-    def memory(self, state: Memory, upcast: int, kept: int, extra: int) -> Memory:
-        """Return the memory of one pipeline rank."""
+    def memory(self, state: Memory, upcast: int, kept: int, extra: int, host: int = 0) -> Memory:
+        """Return the memory of one pipeline rank. `host`: that of activations on the host."""
         found = state + Memory(
             activations=kept,
             temporary=max(extra, upcast - kept),
             communication=self._communication_bytes,
             context=self.device.context_bytes,
+            host=host,
         )
         return found + Memory(overhead=allocator_bytes(found.activations + found.temporary, FRAGMENTATION_LEAST))
 
@@ -202,13 +259,16 @@ class StageCost:
         if key not in self._spans:
             blocks = tuple(self.blocks.within(first, last))
             received = [block[0] == first > 0 for block in blocks]
+            options = [(self.blocks.options_of(*both), both) for both in zip(blocks, received, strict=True)]
+            limited = self.blocks.offloads and self.host_limit < math.inf
             self._spans[key] = SegmentRange(
-                self.chunks.state_at_most(first, last),
+                replace(self.chunks.state_at_most(first, last), host=self.chunks.host_at_least(first, last)),
                 self.chunks.update_bytes([(first, last)]),
                 tuple(tuple(i - first for i in block) for block in blocks),
                 tuple(self.blocks.kinds_of(block) for block in blocks),
-                tuple(self.blocks.options_of(*both) for both in zip(blocks, received, strict=True)),
+                tuple(own for own, _ in options),
                 first > 0,
+                tuple(self.blocks.options_counting_host(*both) for _, both in options if limited),
             )
         return self._spans[key]
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from autoptd.cost_models.dispatch import QUANTILE, fullest
+from autoptd.layout.host_memory import pinned_bytes
 from autoptd.layout.placements import Placement
 from autoptd.passes.analysis.flops import CASTS, LOOKUPS, work
 from autoptd.passes.analysis.fusion import is_row_op
-from autoptd.passes.analysis.liveness import Peak, cuts_logits
+from autoptd.passes.analysis.liveness import Peak, Walk, cuts_logits
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, op_call, operands
 from autoptd.passes.sharding.expert_regions import expert_regions
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.search.constraints.options import SearchOptions
+from autoptd.search.meshes import OFFLOAD
 from autoptd.search.sharding.dispatch_cost import experts_of
 from autoptd.search.sharding.fp8 import saved_in_fp8
 from autoptd.search.sharding.tensors import Sharded, Tensors
@@ -49,30 +51,55 @@ def block_peak(
     tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: SearchOptions
 ) -> Peak:
     """Return the memory of consecutive segments per microbatch under a recompute policy, cached by their kinds."""
-    of_sizes = tuple(s.kind for s in segments), policy, method.gathers, method.loss
-    key = *of_sizes, method.kernels, method.fp8, method.ep, method.routing
+    key = _key(segments, policy, method)
     if key not in sharded.peaks:
-        shares = expert_shares(segments, method.ep, method.routing, experts_of(sharded)[1])
-        if method.kernels == "fused":
-            shares |= dict.fromkeys(inside_kernels(segments), 0.0)
-        if method.fp8:
-            halved = (name for segment in segments for name in saved_in_fp8(segment))
-            shares |= {name: shares.get(name, 1.0) / 2 for name in halved}
-        loss = f"loss {method.loss}"
-        if loss not in sharded.memo:
-            sharded.memo[loss] = loss_of(method, tensors.folded, sharded.sharding)
-        found = tensors.workbook.walk(
-            segments,
-            sharded.sharding.kinds,
-            policy,
-            regather=method.gathers == "again",
-            in_place_loss=sharded.memo[loss] == "in_place",
-        )
-        if of_sizes not in sharded.sizes:
-            bytes_of = sharded.memo.setdefault("bytes of storages", {})
-            sharded.sizes[of_sizes] = found.sizes(tensors.number, tensors.ranks, tensors.cp, bytes_of)
-        sharded.peaks[key] = found.peak_of(sharded.sizes[of_sizes], shares)
+        found, sizes = _walk(tensors, sharded, segments, policy, method)
+        sharded.peaks[key] = found.peak_of(sizes)
     return sharded.peaks[key]
+
+
+def block_pinned(tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], method: SearchOptions) -> int:
+    """Return the bytes of pinned memory that consecutive segments take per microbatch under the policy "offload": a
+    tensor for each storage that they move, cached by their kinds."""
+    key, known = _key(segments, OFFLOAD, method), sharded.memo.setdefault("pinned bytes", {})
+    if key not in known:
+        stay = {saved.storage for saved in _walk(tensors, sharded, segments, OFFLOAD, method)[0].kept}
+        found, sizes = _walk(tensors, sharded, segments, "none", replace(method, gathers="kept"))
+        at = dict(zip(found.storages, sizes, strict=True))
+        known[key] = sum(pinned_bytes(at[saved.storage]) for saved in found.kept if saved.storage not in stay)
+    return int(known[key])
+
+
+def _key(segments: Sequence[Segment], policy: str, method: SearchOptions) -> tuple[object, ...]:
+    of_sizes = tuple(s.kind for s in segments), policy, method.gathers, method.loss
+    return *of_sizes, method.kernels, method.fp8, method.ep, method.routing
+
+
+def _walk(
+    tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: SearchOptions
+) -> tuple[Walk, Sequence[int]]:
+    """Return the moments of consecutive segments under a policy, and the bytes of each storage."""
+    shares = expert_shares(segments, method.ep, method.routing, experts_of(sharded)[1])
+    if method.kernels == "fused":
+        shares |= dict.fromkeys(inside_kernels(segments), 0.0)
+    if method.fp8:
+        halved = (name for segment in segments for name in saved_in_fp8(segment))
+        shares |= {name: shares.get(name, 1.0) / 2 for name in halved}
+    loss = f"loss {method.loss}"
+    if loss not in sharded.memo:
+        sharded.memo[loss] = loss_of(method, tensors.folded, sharded.sharding)
+    found = tensors.workbook.walk(
+        segments,
+        sharded.sharding.kinds,
+        policy,
+        regather=method.gathers == "again",
+        in_place_loss=sharded.memo[loss] == "in_place",
+    )
+    of_sizes = tuple(s.kind for s in segments), policy, method.gathers, method.loss
+    if of_sizes not in sharded.sizes:
+        bytes_of = sharded.memo.setdefault("bytes of storages", {})
+        sharded.sizes[of_sizes] = found.sizes(tensors.number, tensors.ranks, tensors.cp, bytes_of)
+    return found, found.shared(sharded.sizes[of_sizes], shares)
 
 
 def expert_shares(segments: Sequence[Segment], ep: int, routing: str, chosen: float) -> dict[str, float]:

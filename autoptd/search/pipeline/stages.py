@@ -13,6 +13,7 @@ import numpy as np
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST, Memory, alive
 from autoptd.errors import DoesNotFit, PlanError
+from autoptd.layout.host_memory import host_share
 from autoptd.schedule import Alive, row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.infeasible import Shortfall
@@ -32,7 +33,12 @@ _LONGEST = 3  # times an even share of the segments: first stages for which the 
 
 
 class StagesDoNotFit(DoesNotFit):
-    """No cut of a candidate fits. `Stages.shortfall` computes the missing memory, which takes longer."""
+    """No cut of a candidate fits, or only not this one (`every_cut`). `Stages.shortfall` computes the missing memory,
+    which takes longer."""
+
+    def __init__(self, what: str, *, every_cut: bool) -> None:
+        super().__init__(what)
+        self.every_cut = every_cut
 
 
 class Stages:
@@ -64,7 +70,8 @@ class Stages:
         for pool, share in dict.fromkeys(self._kinds):
             chunks = self.chunks.on(self._kinds.index((pool, share)))
             blocks = self._blocks.setdefault(pool, BlockCosts(chunks))
-            found.append(StageCost(chunks, blocks, self.cluster.pools[pool].device, unlimited))
+            kind = self.cluster.pools[pool]
+            found.append(StageCost(chunks, blocks, kind.device, unlimited, host_share(kind, self.candidate.world)))
         return found
 
     def stage_cost(self, stage: int) -> StageCost:
@@ -92,7 +99,7 @@ class Stages:
 
     def solutions(self) -> list[Staged]:
         """Return the cuts of which one is the best; which one, a simulation tells. Raises DoesNotFit."""
-        if self.fixed:
+        if self.fixed or self.count == 1:
             return [self.finish(self._fixed_cuts())]
         if self.method.virtual == 1:
             return [self.finish(self._cut())]
@@ -103,11 +110,13 @@ class Stages:
 
     def _cut_without_limits(self) -> Cuts:
         """Return the best cut if memory had no limit, since that of a run depends on all chunks of its rank."""
-        stage_costs, self.stage_costs = self.stage_costs, self._stage_costs(unlimited=True)
-        cuts = self._cut()
-        self.stage_costs = stage_costs
-        del self.problem
-        return cuts
+        known, self.stage_costs = self.stage_costs, self._stage_costs(unlimited=True)
+        self.__dict__.pop("problem", None)  # bounds may have made it with limits
+        try:
+            return self._cut()
+        finally:
+            self.stage_costs = known
+            self.__dict__.pop("problem", None)
 
     def _rounded(self) -> Cuts | None:
         """Return the cut nearest to the fractions of the relaxation, which share each rank's memory among its chunks;
@@ -184,10 +193,11 @@ class Stages:
             state, upcast = self.chunks.on(rank).state(runs, cuts), self.chunks.update_bytes(runs)
             choice = stage_cost.choose(spans, state, upcast, self.held(rank))
             if choice is None:
-                raise StagesDoNotFit("these stages do not fit")
+                raise StagesDoNotFit("these stages do not fit", every_cut=self.fixed or self.count == 1)
+            on_host = stage_cost.host_bytes(choice, self.held(rank))
             for stage, span, options in zip(mine, spans, choice.chosen, strict=True):
                 policies[stage] = stage_cost.policies(cuts[stage][0], span, options)
-            memory.append(stage_cost.memory(state, upcast, choice.kept, choice.extra))
+            memory.append(stage_cost.memory(state, upcast, choice.kept, choice.extra, on_host))
         return timed(self.chunks, StageSolution(cuts, tuple(policies)), tuple(memory))
 
     def trimmed(self, staged: Staged, shares: Sequence[float]) -> Staged:
@@ -196,9 +206,10 @@ class Stages:
         chosen, memory = list[float](), list[Memory]()
         for rank, most in enumerate(staged.memory):
             runs = list(self.candidate.route.of(staged.solution.boundaries, rank))
+            activations = most.host - self.chunks.on(rank).state(runs, staged.solution.boundaries).host
             for share in sorted({*shares, self.candidate.offload}):
                 state = self.chunks.sharing([share]).on(rank).state(runs, staged.solution.boundaries)
-                needs = replace(most, optimizer=state.optimizer)
+                needs = replace(most, optimizer=state.optimizer, host=activations + state.host)
                 if share == self.candidate.offload or needs.needed <= self.stage_costs[self._pools[rank]].limit:
                     break
             chosen.append(share)
@@ -212,7 +223,7 @@ class Stages:
         options = self.options if self.method.cut_solver == "ilp" else None
         found = solve_cuts(self.problem, CutObjective(rounds), self.passes_that_fit, options)
         if found is None:
-            raise StagesDoNotFit("no cut fits")
+            raise StagesDoNotFit("no cut fits", every_cut=self.method.virtual == 1)
         return found
 
     @cached_property
@@ -336,6 +347,7 @@ class Stages:
         """Return the missing memory of the cut whose worst stage exceeds its memory least."""
         cuts = self._fixed_cuts() if self.fixed else smallest_cut(self.problem).cuts
         over = [self.over_bytes(k, *run) for k, run in enumerate(cuts)]
+        on_host = [self.stage_cost(k).over_host_bytes(*run, self.alive(k)) for k, run in enumerate(cuts)]
         names = [segment.name for segment in self.folded.segments]
         return Shortfall(
             self.candidate,
@@ -343,6 +355,7 @@ class Stages:
             missing_bytes=tuple(max(0.0, value) / (1 - self.method.headroom) for value in over),
             budget_bytes=max(self.stage_cost(k).budget_bytes for k in range(len(cuts))) + max(over),
             recompute_fits=self.candidate.recompute != "auto" and self._auto_fits(cuts),
+            missing_host_bytes=tuple(max(0.0, value) / (1 - self.method.headroom) for value in on_host),
         )
 
     def _auto_fits(self, cuts: Cuts) -> bool:

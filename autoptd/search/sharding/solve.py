@@ -209,7 +209,9 @@ def _unlimited(cluster: Cluster) -> Cluster:
     """Return the cluster with unlimited memory, which splits do not depend on: plans under other limits share them."""
 
     def unlimited(part: Any) -> Any:
-        return part.model_copy(update={"device": part.device.model_copy(update={"memory_bytes": _UNLIMITED_BYTES})})
+        host = part.device.host.model_copy(update={"memory_bytes": None})
+        changes = {"memory_bytes": _UNLIMITED_BYTES, "host": host}
+        return part.model_copy(update={"device": part.device.model_copy(update=changes)})
 
     return cluster.model_copy(
         update={"device": unlimited(cluster).device, "others": tuple(map(unlimited, cluster.others))}

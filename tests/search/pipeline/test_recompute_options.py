@@ -22,6 +22,7 @@ from autoptd.search.pipeline.recompute_options import (
     RecomputeOption,
     RecomputeOptions,
     bytes_of,
+    host_bytes_of,
     most_saving,
     undominated,
 )
@@ -133,6 +134,40 @@ def test_a_rough_choice_fits_and_says_that_it_is_rough(monkeypatch: pytest.Monke
         assert not found.exact or found.recompute_s == pytest.approx(best), seed
         slower += found.recompute_s > best + 1e-9
     assert slower
+
+
+def random_host(seed: int) -> tuple[Chunks, Alive, int, Alive, float]:
+    """Make the same rank with options that move to the host what they save, and a limit there."""
+    rng, (chunks, alive, budget_bytes) = random.Random(seed), random_rank(seed)
+    rates: dict[RecomputeOptions, RecomputeOption] = {}
+    for menu in (menu for chunk in chunks for menu in chunk):
+        moved = rng.randint(1, 30)
+        peak = Peak(0, rng.randint(0, 20), rng.randint(0, 30))
+        rates.setdefault(menu, RecomputeOption("offload", float(rng.randint(0, 9)), peak, moved))
+    wider = [[undominated([*menu, rates[menu]], counts_host=True) for menu in chunk] for chunk in chunks]
+    on_host = alive.ahead(rng.randint(1, 6))
+    most = on_host.kept([sum(rates[menu].host for menu in chunk) for chunk in chunks])
+    return wider, alive, budget_bytes, on_host, rng.uniform(0, 1.1) * most
+
+
+def test_no_other_choice_that_fits_on_both_is_quicker() -> None:
+    limited = 0
+    for seed in range(400):
+        chunks, alive, budget_bytes, on_host, host_bytes = random_host(seed)
+        if math.prod(len(menu) for chunk in chunks for menu in chunk) > 4_000:
+            continue
+        found = RecomputeFront(chunks, alive, counts_host=True).within_both(budget_bytes, on_host, host_bytes)
+        best = math.inf
+        for ways in itertools.product(*(itertools.product(*chunk) for chunk in chunks)):
+            if sum(bytes_of(ways, alive)) <= budget_bytes and host_bytes_of(ways, on_host) <= host_bytes:
+                best = min(best, sum(w.recompute_s for chunk in ways for w in chunk))
+        assert (math.inf if found is None else found.recompute_s) == pytest.approx(best), seed
+        if found is not None:
+            assert (found.kept, found.extra) == bytes_of(found.chosen, alive)
+            assert host_bytes_of(found.chosen, on_host) <= host_bytes + 0.5
+        free = RecomputeFront(chunks, alive).within(budget_bytes)
+        limited += free is not None and (found is None or free.recompute_s < found.recompute_s)
+    assert limited > 40
 
 
 def test_dominated_options_are_dropped() -> None:
