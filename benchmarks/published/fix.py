@@ -23,6 +23,8 @@ _ALL_AT_ONCE = 2**62
 # Megatron-Core's --recompute-modules that cost little time (a norm, an activation, a small product): not counted
 _LIGHT = {"layernorm", "mla_up_proj", "moe_act", "rmsnorm", "mla_up_projection", "swiglu"}
 _RECOMPUTE = ("none", "selective", "full")
+# Systems whose elementwise kernels are fused as a compiler fuses them, and whose products add to gradients in float32
+_OWN_KERNELS = ("MegaScale-MoE", "HAI-LLM")
 
 
 def fix_of(row: Row, shape: Shape) -> Fix:
@@ -178,7 +180,7 @@ def _permutation(row: Row) -> str:
     if "permute fusion" in words or any(word in named for word in ("hybridep", "custom")):
         return "fused"
     if not row.is_megatron:
-        return "fused" if any(name in row.framework for name in ("MegaScale-MoE", "HAI-LLM")) else ""
+        return "fused" if _has_own_kernels(row) else ""
     if "NeMo" in row.framework:
         fused = any(name in row.model_name for name in ("DeepSeek", "Qwen3", "Llama4"))
         return "fused" if fused else "weighted"
@@ -226,13 +228,23 @@ def _attention(row: Row) -> str:
 
 def _kernels(row: Row) -> str:
     """Return the kernels of elementwise ops: compiled, fused by hand (Megatron) or eager."""
-    if row.torch_compile or any(name in row.framework for name in ("MegaScale-MoE", "HAI-LLM")):
+    if row.torch_compile or _has_own_kernels(row):
         return "compiled"
     return "fused" if row.is_megatron else "eager"
 
 
+def _has_own_kernels(row: Row) -> bool:
+    return any(name in row.framework for name in _OWN_KERNELS)
+
+
 def _gradients(row: Row, zero: int) -> str:
-    """Return the type that accumulates and reduces gradients: the compute type, or "main" (float32).
+    """Return the type that accumulates and reduces gradients, the compute type or "main" (float32); "fused" if the
+    products add to those in float32 and the row's other kernels do not say so already.
+
+    DeepSeek-V3 keeps the gradients that it accumulates in float32 (DeepSeek-AI 2024, section 3.3.1), and the products
+    of its library, DeepGEMM, are D = C + A B, those of weight gradients too (its README). MegaScale-MoE accumulates
+    main gradients in float32 (Jin et al. 2025, section 5); that its products add to them is how Megatron-LM does it,
+    on which MegaScale is built (Jiang et al. 2024). (The two papers are quoted from memory and from summaries.)
 
     A type quoted in the notes decides. Otherwise, Megatron accumulates bf16 gradients in float32 and fp16 ones in fp16;
     the matmuls of its 2022 release add to float32 gradients (--gradient-accumulation-fusion). FSDP reduces in float32
@@ -243,6 +255,8 @@ def _gradients(row: Row, zero: int) -> str:
         return float32 if quoted.group(1) == "fp32" else "compute"
     if row.precision == "fp16":
         return "main" if row.framework == "Megatron-LM 2022" else "compute"
+    if _has_own_kernels(row):
+        return "fused"
     pure = "mixed_precision=PURE" in row.notes or (row.framework == "PyTorch FSDP1" and zero >= 2)
     return "compute" if pure else "main"
 

@@ -102,6 +102,9 @@ def test_interleaved_and_sharded_plans() -> None:
     assert (fix(hybrid)["zero"], fix(hybrid)["shards"]) == (3, 4)
     assert fix(tiny(sharding="fsdp_shard_grad_op(zero2)"))["zero"] == 2
     assert fix(tiny(notes="…; grads accumulated fp16; …"))["gradients"] == "compute"
+    for name in ("MegaScale-MoE", "HAI-LLM, DualPipe"):  # compiled pointwise kernels, gradients added by products
+        own = fix(tiny(framework=name))
+        assert (own["kernels"], own["gradients"]) == ("compiled", "fused")
 
 
 @pytest.mark.parametrize(
