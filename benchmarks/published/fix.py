@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from benchmarks.published.deepspeed import bucket_bytes
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import Shape
 
@@ -12,10 +13,6 @@ Fix = dict[str, Any]
 
 # The row's sharding -> ZeRO stage (Rajbhandari et al. 2020; Zhao et al. 2023, table of FSDP strategies).
 _ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp_shard_grad_op": 2, "fsdp_full_shard": 3, "hsdp": 3}
-# Buffer bytes of DeepSpeed's ZeRO: reduce_bucket_size and allgather_bucket_size are 5e8 elements (its configuration
-# reference; quoted from memory). Two buffers alternate in reduction, one is for gathers.
-_DEEPSPEED_BUCKET = 2 * 500_000_000
-_DEEPSPEED_BUFFERS = 3
 # Megatron-Core's --ddp-bucket-size by default, in elements, if reduction overlaps with backward (its arguments; quoted
 # from memory); otherwise it reduces all gradients at once.
 _MEGATRON_BUCKET, _MEGATRON_BUCKET_RANK = 40_000_000, 1_000_000
@@ -57,15 +54,16 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if cuts := _cuts(row, shape):
         fix["cuts"], fix["stages"] = cuts, "balanced"
     if row.sequence_parallel and row.is_megatron:
-        fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron saves them for backward
+        fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron: docs/accuracy.md
     if "DeepSpeed" in row.framework and zero:
-        fix["bucket_bytes"] = _DEEPSPEED_BUCKET
+        fix["bucket_bytes"] = bucket_bytes(row)
     elif row.is_megatron:
         elements = max(_MEGATRON_BUCKET, _MEGATRON_BUCKET_RANK * row.dp * row.cp)
         width = 2 if fix["gradients"] == "compute" else 4
         fix["bucket_bytes"] = width * elements if "dp" in fix["overlap"] else _ALL_AT_ONCE
-    if row.is_megatron or row.torch_compile or "Composer" in row.framework:
-        # Megatron's vocab_parallel_cross_entropy; compiled loss and backward; MPT's fused_crossentropy (from memory)
+    if row.is_megatron or row.torch_compile or any(name in row.framework for name in ("Composer", "nanotron")):
+        # Megatron's vocab_parallel_cross_entropy, and nanotron's (tensor_parallel/functional.py); compiled loss and
+        # backward; MPT's fused_crossentropy (from memory)
         fix["loss"] = "in_place"
     else:
         fix["loss"] = "kept"
@@ -86,11 +84,6 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if zero >= 2 and row.fsdp_shard_size not in (None, row.dp):
         fix["shards"] = row.fsdp_shard_size
     return fix
-
-
-def bucket_buffers(row: Row) -> int:
-    """Return the bytes of a run's buffers for buckets, beside its gradients."""
-    return _DEEPSPEED_BUFFERS * _DEEPSPEED_BUCKET if "DeepSpeed" in row.framework and _zero(row) else 0
 
 
 def _check(row: Row) -> None:
@@ -248,7 +241,9 @@ def _gradients(row: Row, zero: int) -> str:
 
     A type quoted in the notes decides. Otherwise, Megatron accumulates bf16 gradients in float32 and fp16 ones in fp16;
     the matmuls of its 2022 release add to float32 gradients (--gradient-accumulation-fusion). FSDP reduces in float32
-    unless its policy is the compute type throughout, as that of fms-fsdp is. (Both quoted from memory.)
+    unless its policy is the compute type throughout, as that of fms-fsdp is. (Both quoted from memory.) nanotron
+    accumulates in float32 (ACCUMULATE_GRAD_IN_FP32 in scripts/scaling_benchmarks.py) and without ZeRO wraps the model
+    in torch's DistributedDataParallel (`make_ddp` in trainer.py), whose reducer has buckets in the compute type beside.
     """
     if quoted := re.search(r"grads accumulated (fp32|fp16|bf16)", row.notes):
         float32 = "both" if "DeepSpeed" in row.framework else "main"  # BF16_Optimizer also has bf16 gradients
@@ -257,6 +252,8 @@ def _gradients(row: Row, zero: int) -> str:
         return "main" if row.framework == "Megatron-LM 2022" else "compute"
     if _has_own_kernels(row):
         return "fused"
+    if "nanotron" in row.framework and zero == 0 and row.dp > 1:
+        return "both"
     pure = "mixed_precision=PURE" in row.notes or (row.framework == "PyTorch FSDP1" and zero >= 2)
     return "compute" if pure else "main"
 
