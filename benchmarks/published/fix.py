@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from benchmarks.published.deepspeed import bucket_bytes
+from benchmarks.published.engines import deepspeed_bucket_bytes
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import Shape
 
@@ -56,7 +56,7 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if row.sequence_parallel and row.is_megatron:
         fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron: docs/accuracy.md
     if "DeepSpeed" in row.framework and zero:
-        fix["bucket_bytes"] = bucket_bytes(row)
+        fix["bucket_bytes"] = deepspeed_bucket_bytes(row)
     elif row.is_megatron:
         elements = max(_MEGATRON_BUCKET, _MEGATRON_BUCKET_RANK * row.dp * row.cp)
         width = 2 if fix["gradients"] == "compute" else 4

@@ -18,7 +18,7 @@ from autoptd.search.constraints.options import Constraints, read_constraints
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Planner, Task
 from benchmarks.published.clusters import cluster_of
-from benchmarks.published.deepspeed import beside
+from benchmarks.published.engines import beside
 from benchmarks.published.fix import chunk_counts, fix_of
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import Shape, build, shape_of

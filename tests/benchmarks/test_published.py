@@ -16,7 +16,7 @@ from benchmarks.published.__main__ import chosen, main
 from benchmarks.published.bars import fitting_verdicts, memory_verdicts, set_verdicts, skip_verdict, time_verdicts
 from benchmarks.published.clusters import cluster_of, network
 from benchmarks.published.compare import Fitting, PlanSet, compare, is_mixture
-from benchmarks.published.deepspeed import beside
+from benchmarks.published.engines import beside
 from benchmarks.published.fix import chunk_counts, fix_of, layout_cuts, nanotron_cuts, uneven_cuts
 from benchmarks.published.predict import Prediction, _read, predict
 from benchmarks.published.report import WIDTH, data, plan_text, summary, text
@@ -109,7 +109,7 @@ def test_interleaved_and_sharded_plans() -> None:
 
 
 def test_fix_of_nanotron() -> None:
-    """Without ZeRO it wraps the model in DistributedDataParallel, whose reducer has buckets in the compute type."""
+    """DistributedDataParallel, which wraps the model without ZeRO, has buckets in the compute type."""
     row = tiny(framework="nanotron", precision="bf16", sharding="none", dp=4, tp=2)
     assert fix(row)["gradients"] == "both" and fix(row)["loss"] == "in_place"
     for changes in ({"sharding": "zero1"}, {"dp": 1, "n_gpus": 2}):
@@ -126,6 +126,12 @@ def test_what_megatron_deepspeed_holds_beside() -> None:
     assert beside(alone, 10**9).communication == 10**9 + communicator_bytes([2, 2]), "tp, and it again"
     for changes in ({"sharding": "none"}, {"framework": "Megatron-LM"}):
         assert beside(row.model_copy(update=changes), 10**9) == Memory()
+
+
+def test_logits_in_float32_beside_probabilities_of_nanotron() -> None:
+    row = tiny(framework="nanotron", tp=2, dp=4, micro_batch_size_seqs=2, seq_len_tokens=1024, vocab_size=50_000)
+    assert beside(row, parameters=10**9) == Memory(temporary=2 * 2 * 1024 * 25_000)
+    assert beside(row.model_copy(update={"pp": 2}), 10**9) == Memory(), "the first stage has none"
 
 
 def test_chunks_that_the_source_of_a_figure_states_elsewhere(tmp_path: Path) -> None:
