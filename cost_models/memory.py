@@ -35,7 +35,7 @@ COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 MAIN_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
 # state per element; of an optimizer whose state depends on a parameter's shape (`UPDATE_COSTS`), the least
 MOMENTS = {"adamw": 2, "sgd": 0, "lion": 1, "adafactor": 0, "muon": 1, "custom": 2, "custom-whole": 2}
-GRADIENTS = ("main", "compute", "both")  # dtypes that gradients may be kept in
+GRADIENTS = ("main", "compute", "both", "fused")  # as in `layout/execution.py`
 
 # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize; a block is a multiple of it
 BLOCK_BYTES = 512
@@ -213,7 +213,7 @@ def _expressions(precision: str, moments: int | sympy.Symbol, zero: int, gradien
     values = {
         _C: compute,
         _M: main,
-        _G: {"main": main, "compute": compute, "both": main + compute}[gradients],
+        _G: {"main": main, "compute": compute, "both": main + compute, "fused": main}[gradients],
         K: moments,
         _MAIN: int(main != compute),
     }
@@ -246,11 +246,11 @@ def model_state(
 
     `bucket_numels`: local elements of each bucket (their sum if buckets are not known yet). `pad_to`: each bucket is
     padded to a multiple of it; by default the number of shards under ZeRO, else 1. `shards`: ranks that share one
-    sharded copy, by default dp. `gradients`: dtype of stored gradients, "main", "compute" or "both". `whole_numel`:
-    local elements whose gradients ZeRO 2 and 3 hold unsharded at a time. `gathered_numel`: those whose parameters ZeRO
-    3 holds gathered at a time. `stepped`: elements that this rank's optimizer updates; by default its shard with
-    padding. `kept`: elements of the optimizer's state; by default its moments for each of these. `on_host`: elements
-    of this rank's shard whose main copy is in host memory, where the state of these is too. Raises ValueError.
+    sharded copy, by default dp. `gradients`: of `GRADIENTS`, the dtype of stored gradients. `whole_numel`: local
+    elements whose gradients ZeRO 2 and 3 hold unsharded at a time. `gathered_numel`: those whose parameters ZeRO 3
+    holds gathered at a time. `stepped`: elements that this rank's optimizer updates; by default its shard with padding.
+    `kept`: elements of the optimizer's state; by default its moments for each of these. `on_host`: elements of this
+    rank's shard whose main copy is in host memory, where the state of these is too. Raises ValueError.
     """
     _known("optimizer", optimizer, MOMENTS)
     evaluators = _evaluators(precision, MOMENTS[optimizer] if kept is None else 1, zero, gradients)
@@ -309,12 +309,14 @@ def accumulation_bytes(
     """Return the average bytes that adding the gradients of one of a step's microbatches to the buffer moves.
 
     A gradient is read in the compute type; the first of a step is copied to the buffer, later ones are added. With ZeRO
-    2 and 3 each is copied to a bucket, whose reduced shard is copied or added to the step's. `by_hand`: products add to
-    gradients in the main type (Megatron-LM, gradient accumulation fusion), and autograd keeps the first of those in the
-    compute type without a copy.
+    2 and 3 each is copied to a bucket, whose reduced shard is copied or added to the step's. "fused" gradients are
+    added by the products that compute them (Megatron-LM, gradient accumulation fusion), so nothing is left to move.
+    `by_hand`: so are those in the main type, and autograd keeps the first of those in the compute type without a copy.
     """
     compute, main = COMPUTE_BYTES[precision], MAIN_BYTES[precision]
     width, added = compute if gradients == "compute" else main, 2 - 1 / microbatches
+    if gradients == "fused":
+        return 0.0
     if by_hand:
         return 0.0 if gradients == "main" else numel * (1 - 1 / microbatches) * (compute + 2 * width)
     if zero < 2:

@@ -38,7 +38,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "routing": ("balanced", "natural"),
     "loss": ("auto", "kept", "in_place"),
     "gathers": ("kept", "again"),
-    "gradients": ("main", "compute", "both"),
+    "gradients": ("main", "compute", "both", "fused"),
     "bucket_bytes": int,
     "splits": ("megatron",),
     "stages": ("balanced", "even", "layers"),

@@ -43,7 +43,12 @@ _Row = TypeVar("_Row")
 
 
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}  # usual spellings
-_GRADIENTS = {"main": "main gradients", "compute": "compute-type gradients", "both": "gradients in both types"}
+_GRADIENTS = {
+    "main": "main gradients",
+    "compute": "compute-type gradients",
+    "both": "gradients in both types",
+    "fused": "main gradients added by products",
+}
 
 
 def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:

@@ -36,7 +36,7 @@ from autoptd.plans.model import Plan
 from autoptd.text import printable
 
 _LEFT = "--lr and its schedule, --clip-grad (1.0 by default), --train-iters, data, tokenizer and checkpoints"
-_GRADIENT_BYTES = {"main": 4, "both": 4, "compute": 2}
+_GRADIENT_BYTES = {"main": 4, "both": 4, "fused": 4, "compute": 2}
 
 
 @dataclass(frozen=True)

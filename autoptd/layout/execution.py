@@ -21,7 +21,9 @@ class ExecutionOptions:
                    "triton" (version 1), "cudnn"
     gathers        tensors that tp gathers for a product: "kept" for backward, or re-gathered in it ("again")
     gradients      accumulated and reduced in the "main" type (float32 for bf16 parameters) or the "compute" type;
-                   "both": in the main type, with a buffer of the compute type beside it
+                   "both": in the main type, with a buffer of the compute type beside it; "fused": in the main type, by
+                   the products that compute them (Megatron-LM's gradient accumulation fusion), as `kernels` "fused"
+                   accumulate "main" ones
     bucket_bytes   size of a gradient bucket; 0: the default, see layout/state_bytes.py
     offload        share of the optimizer state and main parameters in host memory, by pipeline rank; (): none
     shards         data-parallel ranks that ZeRO shards state over; 0: all of them
@@ -46,7 +48,7 @@ class ExecutionOptions:
     loss: Literal["kept", "in_place"] = "kept"
     attention: Literal["torch", "flash", "triton", "cudnn"] = "torch"
     gathers: Literal["kept", "again"] = "kept"
-    gradients: Literal["main", "compute", "both"] = "main"
+    gradients: Literal["main", "compute", "both", "fused"] = "main"
     bucket_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0
     offload: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     shards: Annotated[int, Field(ge=0, lt=2**63)] = 0

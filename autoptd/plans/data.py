@@ -269,6 +269,7 @@ class PlanData(Part):
             f"rows of experts permuted by other kernels ({asked.permutation})": asked.permutation
             != default.permutation,
             "gradients in both types": asked.gradients == "both" and narrow,
+            "gradients added by products": asked.gradients == "fused",
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from benchmarks.published.engines import deepspeed_bucket_bytes
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import Shape
 
@@ -12,10 +13,6 @@ Fix = dict[str, Any]
 
 # The row's sharding -> ZeRO stage (Rajbhandari et al. 2020; Zhao et al. 2023, table of FSDP strategies).
 _ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp_shard_grad_op": 2, "fsdp_full_shard": 3, "hsdp": 3}
-# Buffer bytes of DeepSpeed's ZeRO: reduce_bucket_size and allgather_bucket_size are 5e8 elements (its configuration
-# reference; quoted from memory). Two buffers alternate in reduction, one is for gathers.
-_DEEPSPEED_BUCKET = 2 * 500_000_000
-_DEEPSPEED_BUFFERS = 3
 # Megatron-Core's --ddp-bucket-size by default, in elements, if reduction overlaps with backward (its arguments; quoted
 # from memory); otherwise it reduces all gradients at once.
 _MEGATRON_BUCKET, _MEGATRON_BUCKET_RANK = 40_000_000, 1_000_000
@@ -23,6 +20,8 @@ _ALL_AT_ONCE = 2**62
 # Megatron-Core's --recompute-modules that cost little time (a norm, an activation, a small product): not counted
 _LIGHT = {"layernorm", "mla_up_proj", "moe_act", "rmsnorm", "mla_up_projection", "swiglu"}
 _RECOMPUTE = ("none", "selective", "full")
+# Systems whose elementwise kernels are fused as a compiler fuses them, and whose products add to gradients in float32
+_OWN_KERNELS = ("MegaScale-MoE", "HAI-LLM")
 
 
 def fix_of(row: Row, shape: Shape) -> Fix:
@@ -55,15 +54,16 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if cuts := _cuts(row, shape):
         fix["cuts"], fix["stages"] = cuts, "balanced"
     if row.sequence_parallel and row.is_megatron:
-        fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron saves them for backward
+        fix["gathers"] = "again"  # Korthikanti et al. 2022, section 4.2.2; nanotron: docs/accuracy.md
     if "DeepSpeed" in row.framework and zero:
-        fix["bucket_bytes"] = _DEEPSPEED_BUCKET
+        fix["bucket_bytes"] = deepspeed_bucket_bytes(row)
     elif row.is_megatron:
         elements = max(_MEGATRON_BUCKET, _MEGATRON_BUCKET_RANK * row.dp * row.cp)
         width = 2 if fix["gradients"] == "compute" else 4
         fix["bucket_bytes"] = width * elements if "dp" in fix["overlap"] else _ALL_AT_ONCE
-    if row.is_megatron or row.torch_compile or "Composer" in row.framework:
-        # Megatron's vocab_parallel_cross_entropy; compiled loss and backward; MPT's fused_crossentropy (from memory)
+    if row.is_megatron or row.torch_compile or any(name in row.framework for name in ("Composer", "nanotron")):
+        # Megatron's vocab_parallel_cross_entropy, and nanotron's (tensor_parallel/functional.py); compiled loss and
+        # backward; MPT's fused_crossentropy (from memory)
         fix["loss"] = "in_place"
     else:
         fix["loss"] = "kept"
@@ -84,11 +84,6 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if zero >= 2 and row.fsdp_shard_size not in (None, row.dp):
         fix["shards"] = row.fsdp_shard_size
     return fix
-
-
-def bucket_buffers(row: Row) -> int:
-    """Return the bytes of a run's buffers for buckets, beside its gradients."""
-    return _DEEPSPEED_BUFFERS * _DEEPSPEED_BUCKET if "DeepSpeed" in row.framework and _zero(row) else 0
 
 
 def _check(row: Row) -> None:
@@ -178,7 +173,7 @@ def _permutation(row: Row) -> str:
     if "permute fusion" in words or any(word in named for word in ("hybridep", "custom")):
         return "fused"
     if not row.is_megatron:
-        return "fused" if any(name in row.framework for name in ("MegaScale-MoE", "HAI-LLM")) else ""
+        return "fused" if _has_own_kernels(row) else ""
     if "NeMo" in row.framework:
         fused = any(name in row.model_name for name in ("DeepSeek", "Qwen3", "Llama4"))
         return "fused" if fused else "weighted"
@@ -226,23 +221,39 @@ def _attention(row: Row) -> str:
 
 def _kernels(row: Row) -> str:
     """Return the kernels of elementwise ops: compiled, fused by hand (Megatron) or eager."""
-    if row.torch_compile or any(name in row.framework for name in ("MegaScale-MoE", "HAI-LLM")):
+    if row.torch_compile or _has_own_kernels(row):
         return "compiled"
     return "fused" if row.is_megatron else "eager"
 
 
+def _has_own_kernels(row: Row) -> bool:
+    return any(name in row.framework for name in _OWN_KERNELS)
+
+
 def _gradients(row: Row, zero: int) -> str:
-    """Return the type that accumulates and reduces gradients: the compute type, or "main" (float32).
+    """Return the type that accumulates and reduces gradients, the compute type or "main" (float32); "fused" if the
+    products add to those in float32 and the row's other kernels do not say so already.
+
+    DeepSeek-V3 keeps the gradients that it accumulates in float32 (DeepSeek-AI 2024, section 3.3.1), and the products
+    of its library, DeepGEMM, are D = C + A B, those of weight gradients too (its README). MegaScale-MoE accumulates
+    main gradients in float32 (Jin et al. 2025, section 5); that its products add to them is how Megatron-LM does it,
+    on which MegaScale is built (Jiang et al. 2024). (The two papers are quoted from memory and from summaries.)
 
     A type quoted in the notes decides. Otherwise, Megatron accumulates bf16 gradients in float32 and fp16 ones in fp16;
     the matmuls of its 2022 release add to float32 gradients (--gradient-accumulation-fusion). FSDP reduces in float32
-    unless its policy is the compute type throughout, as that of fms-fsdp is. (Both quoted from memory.)
+    unless its policy is the compute type throughout, as that of fms-fsdp is. (Both quoted from memory.) nanotron
+    accumulates in float32 (ACCUMULATE_GRAD_IN_FP32 in scripts/scaling_benchmarks.py) and without ZeRO wraps the model
+    in torch's DistributedDataParallel (`make_ddp` in trainer.py), whose reducer has buckets in the compute type beside.
     """
     if quoted := re.search(r"grads accumulated (fp32|fp16|bf16)", row.notes):
         float32 = "both" if "DeepSpeed" in row.framework else "main"  # BF16_Optimizer also has bf16 gradients
         return float32 if quoted.group(1) == "fp32" else "compute"
     if row.precision == "fp16":
         return "main" if row.framework == "Megatron-LM 2022" else "compute"
+    if _has_own_kernels(row):
+        return "fused"
+    if "nanotron" in row.framework and zero == 0 and row.dp > 1:
+        return "both"
     pure = "mixed_precision=PURE" in row.notes or (row.framework == "PyTorch FSDP1" and zero >= 2)
     return "compute" if pure else "main"
 

@@ -18,7 +18,8 @@ from autoptd.search.constraints.options import Constraints, read_constraints
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.planner import Planner, Task
 from benchmarks.published.clusters import cluster_of
-from benchmarks.published.fix import bucket_buffers, chunk_counts, fix_of
+from benchmarks.published.engines import beside
+from benchmarks.published.fix import chunk_counts, fix_of
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import Shape, build, shape_of
 
@@ -151,8 +152,8 @@ def staged(row: Row) -> tuple[Staged, Cluster]:
 
 
 def _read(plan: Plan, row: Row, cluster: Cluster) -> Prediction:
-    buffers = Memory(communication=bucket_buffers(row))
-    ranks = [Memory(**memory) + buffers for memory in plan.predicted.memory]
+    tensors = (Memory(**memory) for memory in plan.predicted.memory)
+    ranks = [found + beside(row, found.parameters) for found in tensors]
     memory_bytes, needed = cluster.device.memory_bytes, max(m.needed for m in ranks)
     covered = [ranks[i] for i in _stages(row.peak_memory_kind, len(ranks))]
     return Prediction(
@@ -167,7 +168,13 @@ def _read(plan: Plan, row: Row, cluster: Cluster) -> Prediction:
 
 
 def _stages(kind: str, count: int) -> tuple[int, ...]:
-    """Return the stages that a memory figure of this kind covers; Megatron logs on its last rank."""
+    """Return the stages that a memory figure of this kind covers.
+
+    Megatron logs on its last rank, nanotron on its first one, which is in the first stage (`log_memory` in logging.py,
+    `log_throughput` in helpers.py at e24d2483, whose scripts/scaling_benchmarks.py made the published runs).
+    """
+    if "nanotron" in kind:
+        return (0,)
     if "first/last" in kind:
         return (0, count - 1)
     return (count - 1,) if "logging rank" in kind else tuple(range(count))

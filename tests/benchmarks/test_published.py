@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 import autoptd
-from autoptd.cost_models.memory import allocator_bytes
+from autoptd.cost_models.memory import Memory, allocator_bytes, communicator_bytes
 from benchmarks.published.__main__ import chosen, main
 from benchmarks.published.bars import fitting_verdicts, memory_verdicts, set_verdicts, skip_verdict, time_verdicts
 from benchmarks.published.clusters import cluster_of, network
 from benchmarks.published.compare import Fitting, PlanSet, compare, is_mixture
+from benchmarks.published.engines import beside
 from benchmarks.published.fix import chunk_counts, fix_of, layout_cuts, nanotron_cuts, uneven_cuts
 from benchmarks.published.predict import Prediction, _read, predict
 from benchmarks.published.report import WIDTH, data, plan_text, summary, text
@@ -102,6 +103,47 @@ def test_interleaved_and_sharded_plans() -> None:
     assert (fix(hybrid)["zero"], fix(hybrid)["shards"]) == (3, 4)
     assert fix(tiny(sharding="fsdp_shard_grad_op(zero2)"))["zero"] == 2
     assert fix(tiny(notes="…; grads accumulated fp16; …"))["gradients"] == "compute"
+    for name in ("MegaScale-MoE", "HAI-LLM, DualPipe"):  # compiled pointwise kernels, gradients added by products
+        own = fix(tiny(framework=name))
+        assert (own["kernels"], own["gradients"]) == ("compiled", "fused")
+
+
+def test_fix_of_nanotron() -> None:
+    """DistributedDataParallel, which wraps the model without ZeRO, has buckets in the compute type."""
+    row = tiny(framework="nanotron", precision="bf16", sharding="none", dp=4, tp=2)
+    assert fix(row)["gradients"] == "both" and fix(row)["loss"] == "in_place"
+    for changes in ({"sharding": "zero1"}, {"dp": 1, "n_gpus": 2}):
+        assert fix(row.model_copy(update=changes))["gradients"] == "main"
+
+
+def test_what_megatron_deepspeed_holds_beside() -> None:
+    row = tiny(framework="Megatron-DeepSpeed", precision="fp16", sharding="zero1", dp=4, tp=2, pp=2)
+    five = communicator_bytes([2, 4, 2, 4, 2])  # tp, dp, pp, a replica, tied stages
+    assert beside(row, parameters=10**9) == Memory(communication=10**9 + five)
+    assert beside(row, parameters=10**10) == Memory(communication=10**10 // 4 + five), "the partition's gradients"
+    assert beside(row.model_copy(update={"precision": "bf16"}), 10**10).communication == 2 * 10**9 + five
+    alone = row.model_copy(update={"dp": 1, "pp": 1})
+    assert beside(alone, 10**9).communication == 10**9 + communicator_bytes([2, 2]), "tp, and it again"
+    for changes in ({"sharding": "none"}, {"framework": "Megatron-LM"}):
+        assert beside(row.model_copy(update=changes), 10**9) == Memory()
+
+
+def test_logits_in_float32_beside_probabilities_of_nanotron() -> None:
+    row = tiny(framework="nanotron", tp=2, dp=4, micro_batch_size_seqs=2, seq_len_tokens=1024, vocab_size=50_000)
+    assert beside(row, parameters=10**9) == Memory(temporary=2 * 2 * 1024 * 25_000)
+    assert beside(row.model_copy(update={"pp": 2}), 10**9) == Memory(), "the first stage has none"
+
+
+def test_chunks_that_the_source_of_a_figure_states_elsewhere(tmp_path: Path) -> None:
+    """Korthikanti et al. 2022, figure 1 (B): 18 bytes of each parameter of 3 layers, and 34 s b h / t per layer."""
+    row = {"id": "a", "group": "korthikanti_fig1_memory", "model_name": "GPT 530B", "vpp_chunks_per_stage": 1}
+    both = row, row | {"id": "b", "group": "korthikanti_table5"}
+    (tmp_path / "runs.jsonl").write_text("\n".join(map(json.dumps, both)))
+    figure, other = read_rows(tmp_path / "runs.jsonl")
+    assert (figure.vpp_chunks_per_stage, other.vpp_chunks_per_stage) == (3, 1)
+    in_flight = 1 + (35 - 1) / (35 * figure.vpp_chunks_per_stage)
+    state, activations = 18 * 3 * 12 * 20480**2 / 8, 34 * 2048 * 20480 * 105 / 8
+    assert (state + in_flight * activations) / 2**30 == pytest.approx(54.717, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +228,7 @@ def test_memory_is_that_of_the_stages_it_is_about() -> None:
     assert read("torch peak allocated").allocated_bytes == big
     assert read("nvidia-smi on first/last pipeline nodes").total_bytes == 2 * small + context
     assert read("max_memory_allocated on the logging rank").allocated_bytes == 2 * small
+    assert read("peak allocated (nanotron peak_allocated)").allocated_bytes == small + 5
     stages[1:] = []
     only = read("reserved")
     assert (only.analytic_bytes, only.allocated_bytes) == (small, small + 5)

@@ -120,6 +120,7 @@ def test_bytes_of_accumulation():
     # by hand products add, or the first gradient stays where autograd left it
     assert accumulation_bytes(10, "bf16", "main", 1, 2, by_hand=True) == 0
     assert accumulation_bytes(10, "bf16", "compute", 1, 2, by_hand=True) == pytest.approx(60 / 2)
+    assert accumulation_bytes(10, "bf16", "fused", 1, 2) == 0, "beside other kernels too"
     # ZeRO 2 on 5 ranks: a bucket for each microbatch (6); its shard is read (4), copied (4) or added (8)
     assert accumulation_bytes(10, "bf16", "main", 2, 2, 5) == pytest.approx(60 + 2 * (8 + 12) / 2)
     # ZeRO 3 keeps shards in float32, whatever is reduced
@@ -183,6 +184,7 @@ def test_more_in_flight_than_counted_is_refused():
         (3, {"whole_numel": 100, "gathered_numel": 250}, Memory(1000 + 500, 1000 + 400, 2000)),
         (3, {"whole_numel": 100, "gradients": "compute"}, Memory(1000, 1000 + 200, 2000)),
         (1, {"gradients": "compute"}, Memory(2000, 2000, 3000)),
+        (1, {"gradients": "fused"}, Memory(2000, 4000, 3000)),
         (1, {"shards": 2}, Memory(2000, 4000, 6000)),
         (3, {"shards": 2}, Memory(2000, 2000, 4000)),
     ],

@@ -155,6 +155,7 @@ def test_gathering_again_takes_as_long_as_gathering(traced: autoptd.TracedModel)
         ({"kernels": "fused"}, "fused kernels"),
         ({"attention": "cudnn"}, "cudnn attention"),
         ({"gradients": "both"}, "gradients in both types"),
+        ({"gradients": "fused"}, "gradients added by products"),
     ],
     ids=str,
 )
@@ -383,6 +384,8 @@ def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -
     assert fused._accumulation_s(fused.numel(1, 2)) == 0.0
     compiled, _ = chunks(traced, kernels="compiled")
     assert compiled._accumulation_s(trained) == eager._accumulation_s(trained), "hooks run beside compiled kernels"
+    added, _ = chunks(traced, kernels="compiled", gradients="fused")
+    assert added._accumulation_s(trained) == 0.0, "but products may add, whatever fuses the rest"
     # ZeRO 2: to a bucket (2 + 4), whose half of dp 2 is read, and copied or added
     sharded, _ = chunks(traced, kernels="eager", zero=2)
     assert sharded._accumulation_s(trained) == pytest.approx(trained * (6 + (4 + 4 * 15 / 8) / 2) / rate)

@@ -21,7 +21,7 @@ def only_predicted(name: str, value: object) -> bool:
         case "dispatch":
             return value in ("slices", "merged")
         case "gradients":
-            return value == "both"
+            return value in ("both", "fused")
         case "kernels":
             return value == "fused"
         case "overlap":

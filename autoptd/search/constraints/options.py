@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from autoptd.cost_models.memory import HEADROOM
+from autoptd.cost_models.memory import GRADIENTS, HEADROOM
 from autoptd.errors import PlanError, nearest
 from autoptd.layout.execution import ExecutionOptions
 from autoptd.layout.placements import parse_placement
@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "dispatch": ("rows", "slices", "merged"),
     "fp8": ("mxfp8", "tensor", "block"),
     "gathers": ("kept", "again"),
-    "gradients": ("main", "compute", "both"),
+    "gradients": GRADIENTS,
     "kernels": KERNELS,
     "loss": ("auto", "kept", "in_place"),
     "memory": ("check", "ignore"),
