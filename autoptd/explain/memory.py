@@ -17,7 +17,8 @@ from rich.text import Text
 from torch import nn
 
 from autoptd.compile.program import read_sharding
-from autoptd.compile.traced import TracedModel, read_model
+from autoptd.compile.read import read_model
+from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.memory import D, K, N, U, formulas, in_flight
 from autoptd.explain.plan import WIDTH, headline, render
 from autoptd.explain.tables import columns
