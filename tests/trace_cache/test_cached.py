@@ -48,7 +48,7 @@ def files_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(tmp_path: Path) -> TraceFolder:
     """A folder with one trace, of `OF`."""
     found = TraceFolder(tmp_path / "cache")
-    traced()  # tracing may set variables; a command makes its entry before that, as the next command does
+    traced()  # imports torch._dynamo, which sets a variable, after a command has made its entry
     assert entry(found).keep(traced())
     assert find(found) is not None
     return found
