@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from autoptd.models.load import Configuration, configuration_of, load_model
+from autoptd.models.load import Configuration, configuration_of
 from autoptd.trace_cache.folder import TraceFolder, default_folder
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class ModelToPlan:
 
     @cached_property
     def _loaded(self) -> tuple[nn.Module, str]:
+        from autoptd.models.load import load_model
+
         with self._progress.stage("make the model, without weights"):
             return load_model(self._given)
 

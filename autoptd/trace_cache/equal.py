@@ -25,10 +25,10 @@ _SAME = (torch._ops.OpOverload, types.FunctionType, types.BuiltinFunctionType, t
 
 def equal(one: Any, other: Any) -> bool:
     """Return whether `other` is an exact copy of `one`, without what `to_bytes` leaves out."""
-    return _Comparison().of(one, other)
+    return _ExactComparison().of(one, other)
 
 
-class _Comparison:
+class _ExactComparison:
     """A comparison in progress."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class CannotKeep(Exception):
 def to_bytes(value: Any) -> bytes:
     """Return an object that may hold graphs as bytes. Raises CannotKeep, and what pickle raises."""
     written = io.BytesIO()
-    _Writer(written, pickle.HIGHEST_PROTOCOL).dump(value)
+    _TraceWriter(written, pickle.HIGHEST_PROTOCOL).dump(value)
     return written.getvalue()
 
 
@@ -49,7 +49,7 @@ def kept_module_meta(module: fx.GraphModule) -> dict[str, Any]:
     return {key: module.meta[key] for key in KEPT_OF_MODULE if key in module.meta}
 
 
-class _Writer(pickle.Pickler):
+class _TraceWriter(pickle.Pickler):
     """A pickler that knows graphs, ops and the plain constants of a trace."""
 
     def reducer_override(self, x: Any) -> Any:
