@@ -64,9 +64,9 @@ class _ExactComparison:
         if isinstance(a, fx.Node):
             return self._nodes(a, b)
         if isinstance(a, fx.Graph):
-            names, copied = a._graph_namespace, b._graph_namespace
-            taken = names._used_names == copied._used_names and names._base_count == copied._base_count
-            return taken and self.all(list(a.nodes), list(b.nodes))
+            taken, others = a._graph_namespace, b._graph_namespace
+            alike = taken._used_names == others._used_names and taken._base_count == others._base_count
+            return alike and self.all(list(a.nodes), list(b.nodes))
         if isinstance(a, fx.GraphModule):
             return isinstance(b, fx.GraphModule) and self.all(_of_module(a), _of_module(b))
         if isinstance(a, list):
