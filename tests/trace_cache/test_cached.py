@@ -210,6 +210,12 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def other_digest(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1
+    file.write_bytes(data)
+
+
 def other_version(file: Path) -> None:
     file.write_bytes(b"autoptd trace 0\n" + file.read_bytes()[16:])
 
@@ -250,6 +256,7 @@ def make_pipe(file: Path) -> None:
 SPOILT = [
     cut,
     flip,
+    other_digest,
     other_version,
     empty,
     no_trace,
@@ -272,7 +279,7 @@ def test_a_file_that_cannot_be_trusted_is_ignored(kept: TraceFolder, spoil: Call
 
 def test_nothing_is_unpickled_before_it_is_trusted(kept: TraceFolder, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("autoptd.trace_cache.cached.from_bytes", lambda data: pytest.fail("it is unpickled"))
-    for spoil in (flip, make_writable):
+    for spoil in (other_digest, make_writable):
         spoil(only(kept))
         assert find(kept) is None
 
