@@ -24,7 +24,7 @@ from autoptd.arguments import (
 from autoptd.boundary import public
 from autoptd.compile.make_plan import make_plan, samples_of
 from autoptd.compile.program import make_program, read_sharding
-from autoptd.compile.traced import TracedModel, read_model
+from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.local_cluster import default_cluster
 from autoptd.errors import ClusterError, InputsError, PlanError
@@ -61,6 +61,8 @@ def trace(
 
     The keywords are those of `plan`. Raises InputsError, TraceError, UnsupportedOp, PlanError for an unknown precision.
     """
+    from autoptd.compile.read import read_model  # torch.export, which a trace that was kept does without
+
     return read_model(
         model,
         inputs=inputs,
@@ -296,6 +298,8 @@ def _traced(
 ) -> TracedModel:
     """Return `model` traced. Raises InputsError for keywords that contradict a model traced before."""
     if not isinstance(model, TracedModel):
+        from autoptd.compile.read import read_model
+
         return read_model(
             model,
             inputs=inputs,

@@ -27,18 +27,18 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ELSEWHERE = "choose a file in an existing folder that you may write to"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes, mode: int | None = None) -> None:
     """Write a file atomically. Raises PlanFileError, and then leaves nothing behind.
 
-    The permissions are those of the file that is replaced, or follow the user's umask.
+    The permissions are `mode`; without it, those of the file that is replaced, or they follow the user's umask.
     """
     refuse_unwritable(path)
     part = path.with_name(f".autoptd-{secrets.token_hex(8)}.part")
     try:
-        data = text.encode()
-        descriptor = os.open(part, _NEW, 0o666)
+        data = content.encode() if isinstance(content, str) else content
+        descriptor = os.open(part, _NEW, 0o666 if mode is None else mode)
         with os.fdopen(descriptor, "wb") as file:
-            if _kind(path):
+            if mode is None and _kind(path):
                 os.fchmod(descriptor, stat.S_IMODE(path.lstat().st_mode) & 0o777)
             file.write(data)
         part.replace(path)

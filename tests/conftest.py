@@ -163,6 +163,7 @@ SAMPLED = {
     "testing/test_process_pool.py::test_collectives_agree": 2,
     "testing/test_process_pool.py::test_overlap_and_repetition_change_no_bit": 0,
     "testing/test_process_pool.py::test_training_agrees_with_one_process": 4,
+    "trace_cache/test_models.py::test_a_kept_trace_gives_the_same_plan": 6,
     "verification/test_depth.py::test_a_stage_equal_to_an_earlier_one_runs_one_layer": 0,
     "verification/test_everyday.py::test_a_right_plan_is_verified": 12,
     "verification/test_optimizers.py::test_a_fault_of_the_exchange_is_found": 0,
@@ -190,6 +191,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["AUTOPTD_CACHE"] = "off"  # also for the processes that tests start: none writes to the user's home
     if (device := config.getoption("--device")) != "cpu":
         import torch
 

@@ -32,6 +32,7 @@ plans.model
 runtime codegen search
 plans export
 compile checkpoint
+trace_cache
 explain out_of_memory planned_model
 parallel
 arguments

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from autoptd.cli.arguments import UsageError
 from autoptd.cli.output import model_of, print_json, progress_of, show, width
+from autoptd.cli.traced import ModelToPlan
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from autoptd.plans.model import Plan
     from autoptd.progress import Progress
 
@@ -39,10 +38,11 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace, plan: Plan) -> int:
-    model, progress = _model(arguments, plan)
-    from autoptd.explain.memory import explain_memory, memory_data, traced
+    source = _model(arguments, plan, progress_of(arguments)).traced().for_batch(plan.batch)
+    from autoptd.compile.program import read_sharding
+    from autoptd.explain.memory import explain_memory, memory_data
 
-    found = traced(plan, model, progress)
+    found = source, read_sharding(source, plan)
     if arguments.json:
         print_json(memory_data(plan, *found))
     else:
@@ -51,17 +51,10 @@ def _memory(arguments: argparse.Namespace, plan: Plan) -> int:
 
 
 def _op(arguments: argparse.Namespace, plan: Plan) -> int:
-    model, progress = _model(arguments, plan)
-    import autoptd.api
+    progress = progress_of(arguments)
+    traced = _model(arguments, plan, progress).traced()
     from autoptd.answers.op_alternatives import op_alternatives, op_alternatives_text
 
-    traced = autoptd.api.trace(
-        model,
-        seq=plan.sizes.get("s"),
-        precision=plan.precision,
-        progress=progress,
-        loss_averaging=plan.loss_averaging,
-    )
     found, left = op_alternatives(plan, traced, arguments.op, progress)
     if arguments.json:
         print_json({"found": [one.to_data() for one in found], "left_out": [slot.node for slot in left]})
@@ -70,15 +63,15 @@ def _op(arguments: argparse.Namespace, plan: Plan) -> int:
     return DONE
 
 
-def _model(arguments: argparse.Namespace, plan: Plan) -> tuple[nn.Module, Progress]:
+def _model(arguments: argparse.Namespace, plan: Plan, progress: Progress) -> ModelToPlan:
     """Return the plan's model, which is shipped or given by `--model`. Raises UsageError."""
-    from autoptd.models.load import load_model
-
-    progress = progress_of(arguments)
-    name = model_of(arguments.model, plan.model)
-    with progress.stage("make the model, without weights"):
-        model, _ = load_model(name)
-    return model, progress
+    return ModelToPlan(
+        model_of(arguments.model, plan.model),
+        seq=plan.sizes.get("s"),
+        precision=plan.precision,
+        loss_averaging=plan.loss_averaging,
+        progress=progress,
+    )
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

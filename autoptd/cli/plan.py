@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoptd.cli.arguments import UsageError, all_fixed
 from autoptd.cli.output import error_data, print_json, progress_of, show, width
+from autoptd.cli.traced import ModelToPlan
 from autoptd.errors import DoesNotFit
 
 if TYPE_CHECKING:
@@ -81,11 +82,13 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
 
     Raises ModelError, ClusterError, PlanError, and what tracing raises.
     """
-    from autoptd.models.load import load_model
-
-    with progress.stage("make the model, without weights"):
-        model, name = load_model(arguments.model)
-    import autoptd.api
+    model = ModelToPlan(
+        arguments.model,
+        seq=max(swept["seq"]) if "seq" in swept else arguments.seq,
+        precision=arguments.precision,
+        loss_averaging=arguments.loss_averaging,
+        progress=progress,
+    )
     from autoptd.answers.query import PlanQuery
     from autoptd.cost_models.cluster import Cluster
     from autoptd.cost_models.local_cluster import default_cluster
@@ -96,11 +99,7 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     cluster = clusters[0] if clusters else default_cluster()
     fix, assume = by_keyword(arguments.fix)
     read_system(arguments.as_, fix, assume)
-    seq = max(swept["seq"]) if "seq" in swept else arguments.seq
-    averaging = arguments.loss_averaging
-    traced = autoptd.api.trace(
-        model, seq=seq, precision=arguments.precision, progress=progress, loss_averaging=averaging
-    )
+    traced = model.traced()
     world = max((arguments.world or 0, *swept.get("world", ())))
     batch = arguments.batch or 8 * world  # the same at every point of a sweep over devices
     options = {
@@ -109,7 +108,7 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
         "time_limit_s": arguments.time_limit,
         "as_": arguments.as_,
     }
-    return PlanQuery(traced, world, cluster, batch, arguments.fix, options, name)
+    return PlanQuery(traced, world, cluster, batch, arguments.fix, options, model.name)
 
 
 def _one(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) -> int:

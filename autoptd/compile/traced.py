@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import sympy
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from autoptd.errors import InputsError, PlanError, TraceError, UnsupportedOp, nearest
-from autoptd.layout.sample_rows import PLAIN, SHARED, Rows, is_declared, readings, with_samples
 from autoptd.layout.size_conditions import all_hold
-from autoptd.models.inputs import inputs_beside, model_name
-from autoptd.nest import Nest
-from autoptd.passes.fold import Folded, fold, graph_hash
-from autoptd.passes.loops.same_program import refuse_other_program
-from autoptd.passes.normalise.normalise import normalise
-from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
-from autoptd.passes.trace.specialize_sizes import check_inputs
-from autoptd.passes.trace.trace import SAMPLES, trace
-from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE
-from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, refuse_unsuitable, unwrap
-from autoptd.progress import Progress
+from autoptd.passes.fold import Folded
+from autoptd.passes.trace.loss import Objective
+from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.sharding.cache import ShardingCache
-
-_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 
 
 @dataclass(frozen=True)
@@ -38,7 +23,7 @@ class TracedModel:
     keyed by everything that they depend on. The module must not change in between.
     """
 
-    model: nn.Module
+    module: Callable[[], nn.Module] = field(compare=False, repr=False)  # loads it, if that was not needed yet
     name: str
     folded: Folded
     graph_hash: str
@@ -56,6 +41,11 @@ class TracedModel:
         if all_hold(self.folded.traced.conditions, samples):
             return self
         return self.again(samples)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module, with that of the loss if it is trained."""
+        return self.module()
 
     @property
     def objective(self) -> Objective:
@@ -76,137 +66,6 @@ class TracedModel:
     def seq(self) -> int | None:
         """Tokens of a sample; None if the model has no sequence."""
         return self.sizes.get(SEQUENCE)
-
-
-def read_model(
-    model: nn.Module,
-    *,
-    inputs: Mapping[str, Any] | None,
-    loss: Callable[..., Tensor] | Objective | None,
-    targets: Targets | None = None,
-    seq: int | None,
-    precision: str,
-    progress: Progress,
-    loss_averaging: str = "global",
-) -> TracedModel:
-    """Trace and fold a model. Raises InputsError for invalid arguments or missing inputs; TraceError, UnsupportedOp."""
-    if precision == "fp8":
-        raise PlanError(
-            "no program computes in fp8 yet",
-            where="precision",
-            fix="predict it: autoptd.plan(…, precision='bf16', assume={'fp8': 'mxfp8'})",
-        )
-    if precision not in _PRECISIONS:
-        raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
-    if loss_averaging not in AVERAGINGS:
-        raise InputsError(
-            f"loss_averaging is {loss_averaging!r}",
-            where="loss_averaging",
-            fix=nearest(str(loss_averaging), AVERAGINGS),
-        )
-    if not isinstance(model, nn.Module):
-        raise InputsError(f"the model is {type(model).__name__}, not an nn.Module", fix="pass the module itself")
-    notes = compiled_notes(model)
-    model = unwrap(model)
-    notes += eval_notes(model)
-    refuse_unsuitable(model)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise InputsError("the model has no trainable parameter", fix="set requires_grad=True on those to train")
-    if seq is not None and (not isinstance(seq, int) or isinstance(seq, bool) or seq < 1):
-        raise InputsError(f"seq is {seq!r}", where="seq", fix="give the tokens of a sample, at least 1")
-    if inputs is not None and not isinstance(inputs, Mapping):
-        raise InputsError(
-            f"inputs is of type {type(inputs).__name__}, not a mapping",
-            where="inputs",
-            fix="pass inputs={'name': tensor, …} with the keyword arguments of forward",
-        )
-    given = dict(inputs) if inputs is not None else inputs_beside(model, seq, name_targets(targets))
-    nest = loss.nest if isinstance(loss, Objective) else Nest.of({**given, **name_targets(targets)})
-    given = nest.flat(named_inputs := given)
-    if named_inputs and not given:
-        name, x = next(iter(named_inputs.items()))
-        raise InputsError(
-            f"input {name!r} is {type(x).__name__}, and no input holds a tensor",
-            where="inputs",
-            fix="pass keyword tensors, whose dim 0 counts samples",
-        )
-    objective, named = read_objective(loss, given, targets, nest)
-    objective, model = objective.joined(model)
-    check_inputs(examples := {**given, **named})
-
-    def traced_with(examples: Mapping[str, Tensor], rows: Rows) -> TracedModel:
-        traced_by = partial(
-            trace,
-            model,
-            examples,
-            rows=rows,
-            loss=objective,
-            precision=precision,
-            averaging=loss_averaging,  # type: ignore[arg-type]
-        )
-        with progress.stage(f"trace {type(model).__name__}"):
-            traced = traced_by()
-        # ops are tried on small tensors on the CPU, whatever the caller's default device
-        with torch.device("cpu"), progress.stage("normalise and fold the graph"):
-            folded = fold(normalise(traced))
-            digest = graph_hash(traced)
-            if traced.loops:
-                refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
-            known = ShardingCache(folded).read()
-        sizes = {s: n for s, n in traced.example.items() if s != BATCH}
-        if seq is not None and SEQUENCE in sizes:
-            sizes[SEQUENCE] = seq
-
-        def again(samples: int) -> TracedModel:
-            return traced_with(with_samples(examples, rows, samples), rows)
-
-        given_notes = (*notes, *traced.notes)
-        return TracedModel(model, model_name(model), folded, digest, sizes, precision, known, again, given_notes)
-
-    first: TraceError | None = None
-    for rows in readings(examples):
-        try:
-            found = traced_with(examples, rows)
-            _refuse_two_readings(found, examples, rows, traced_with)
-            return found
-        except TraceError as error:
-            first = first or error
-            if isinstance(error, UnsupportedOp) and set(rows.values()) <= {PLAIN, SHARED}:  # no guess is left
-                first = error
-                break
-    assert first is not None
-    raise first from first.__cause__
-
-
-def _refuse_two_readings(
-    found: TracedModel,
-    examples: Mapping[str, Tensor],
-    rows: Rows,
-    traced_with: Callable[[Mapping[str, Tensor], Rows], TracedModel],
-) -> None:
-    """Raise InputsError for an input that may have rows for each sample, if all samples may share it as well.
-
-    A data-parallel rank is given its part of the one and all of the other. Tried are several rows for each sample, and
-    one where a loss over the whole batch picks rows of the input, as of weights of classes.
-    """
-    traced = found.folded.traced
-    read = {traced.inputs[n.name] for n in traced.graph.graph.nodes if n.users and n.name in traced.inputs}
-    unsaid = {name: row for name, row in rows.items() if name in read and not is_declared(examples[name])}
-    several = [name for name, row in unsaid.items() if row not in (PLAIN, SHARED)]
-    picked = [[name] for name, row in unsaid.items() if row == PLAIN and name in traced.read_whole]
-    for names in filter(None, [several, *picked]):
-        try:
-            shared = traced_with(examples, {**rows, **dict.fromkeys(names, SHARED)})
-        except Exception:  # noqa: BLE001  whatever a library raises where sizes do not fit
-            continue
-        if not shared.folded.loss_form.refused:
-            raise InputsError(
-                f"input {names[0]!r} of shape {list(examples[names[0]].shape)} may have {rows[names[0]]}, or be shared "
-                "by all samples",
-                where=f"inputs: {names[0]}",
-                fix=f"say which, inputs={{{names[0]!r}: autoptd.shared(x)}} or autoptd.shared(x, False); or give "
-                "example inputs of another number of samples, such as 3 or 7, for which only one is possible",
-            )
 
 
 def check_loss(source: TracedModel, dp: object, microbatches: float) -> None:

@@ -14,10 +14,8 @@ from typing import Any
 import sympy
 from rich.padding import Padding
 from rich.text import Text
-from torch import nn
 
-from autoptd.compile.program import read_sharding
-from autoptd.compile.traced import TracedModel, read_model
+from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.memory import D, K, N, U, formulas, in_flight
 from autoptd.explain.plan import WIDTH, headline, render
 from autoptd.explain.tables import columns
@@ -29,7 +27,6 @@ from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.plans.model import Plan
-from autoptd.progress import Progress
 from autoptd.search.sharding.op_table import Workbook
 
 _MIB = 2**20
@@ -54,21 +51,6 @@ def size_names(config: Any) -> dict[int, sympy.Expr]:
     if "h" in values and "a" in values and values["h"] % values["a"] == 0:
         found.setdefault(values["h"] // values["a"], found[values["h"]] / found[values["a"]])
     return found
-
-
-def traced(plan: Plan, model: nn.Module, progress: Progress) -> tuple[TracedModel, Sharding]:
-    """Return the model's graph and the plan's sharding of it. Raises PlanFileError for the plan of another model."""
-    seq = plan.sizes.get("s")
-    source = read_model(
-        model,
-        inputs=None,
-        loss=None,
-        seq=seq,
-        precision=plan.precision,
-        progress=progress,
-        loss_averaging=plan.loss_averaging,
-    ).for_batch(plan.batch)
-    return source, read_sharding(source, plan)
 
 
 def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str, Any]:

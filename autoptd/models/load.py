@@ -12,10 +12,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoptd.cost_models.complaints import quoted, read_json
+from autoptd.cost_models.complaints import quoted, read_json, read_text
 from autoptd.errors import ModelError, nearest
 from autoptd.models.downloaded import check_config, contained, file_of
 
@@ -53,6 +54,39 @@ def describe_models() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """All that says what a model is, besides the code of libraries: the text of its configuration."""
+
+    text: str
+    called: str  # the model's own name, which its configuration does not hold
+    name: str  # the short name that `load_model` returns
+
+
+def configuration_of(name: str) -> Configuration | None:
+    """Return the configuration that `load_model` builds a model from; None for a callable, and for what is no model.
+
+    Raises ModelError for a file that cannot be read.
+    """
+    if name == _NANOGPT:
+        return Configuration("", name, name)
+    found = _config_file(name)
+    if found is None or not found[0].is_file():
+        return None
+    file, short = found
+    return Configuration(read_text(file, "configuration", ModelError, _ACCEPTED), _short_name(file), short)
+
+
+def _config_file(name: str) -> tuple[Path, str] | None:
+    """Return the configuration file of a shipped model, a folder or a file, and a short name. Raises ModelError."""
+    path = Path(name)
+    if (_SHIPPED / f"{name}.json").is_file() and path.name == name:
+        return _SHIPPED / f"{name}.json", name
+    if name and (path.is_dir() or path.suffix == ".json"):
+        return (file_of(path, "config.json"), path.resolve().name) if path.is_dir() else (path, _short_name(path))
+    return None
+
+
 def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
     """Return a module with parameters on `device`, and a short name for it. Raises ModelError.
 
@@ -66,11 +100,8 @@ def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
 
         with torch.device(device):
             return NanoGPT().train(), name
-    if (_SHIPPED / f"{name}.json").is_file() and path.name == name:
-        return from_config(_SHIPPED / f"{name}.json", device), name
-    if name and (path.is_dir() or path.suffix == ".json"):
-        file = file_of(path, "config.json") if path.is_dir() else path
-        return from_config(file, device), path.resolve().name if path.is_dir() else _short_name(path)
+    if (found := _config_file(name)) is not None:
+        return from_config(found[0], device), found[1]
     if ":" in name:
         return _from_callable(name, device), name.partition(":")[2]
     if path.suffix == ".py":

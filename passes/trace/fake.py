@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo.config
 from torch import Tensor
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,6 +28,8 @@ def without_shape_cache() -> AbstractContextManager[None]:
     An entry with symbolic sizes costs more to make than it saves, as equal modules are traced once anyway: gpt2 is
     traced in 1.1 s instead of 1.6, llama3-8b in 1.4 instead of 1.7.
     """
+    import torch._dynamo.config  # takes a second, which a search alone need not spend
+
     patched: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     return patched
 

@@ -3,6 +3,7 @@
 `torch.compile(model)` is a wrapper module whose parameters are named `_orig_mod.…`. autoptd compiles the code it emits
 (`compile=True`), so it plans the wrapped module, anywhere in the model. Wrappers that distribute or shard are refused,
 because the plan decides that. `OptimizedModule` is private to torch (seen in 2.13.0); no other file of autoptd uses it.
+It is imported where a module is looked at, because its import takes a second.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as _is_functorch_wrapped_tensor  # private; seen in 2.13.0
-from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -36,6 +36,8 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "bitsa
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model without `torch.compile` wrappers: itself if it has none, else a copy of the modules on the way
     to each wrapper, with the same parameters."""
+    from torch._dynamo import OptimizedModule
+
     if not any(isinstance(module, OptimizedModule) for module in model.modules()):
         return model
     made: dict[int, nn.Module] = {}
@@ -64,6 +66,8 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 def compiled_notes(model: nn.Module) -> list[str]:
     """Return the plan's note about modules wrapped in `torch.compile`, if there are any."""
+    from torch._dynamo import OptimizedModule
+
     names = [
         ".".join(part for part in name.split(".") if part != "_orig_mod") or "the model"
         for name, module in model.named_modules()

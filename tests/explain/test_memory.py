@@ -13,10 +13,9 @@ import autoptd
 from autoptd.cli.main import main
 from autoptd.compile.program import read_sharding
 from autoptd.compile.traced import TracedModel
-from autoptd.explain.memory import explain_memory, memory_data, size_names, traced
+from autoptd.explain.memory import explain_memory, memory_data, size_names
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.plans.model import Plan
-from autoptd.progress import Silent
 
 
 def gpt2() -> torch.nn.Module:
@@ -30,7 +29,8 @@ def planned() -> tuple[Plan, TracedModel, Sharding]:
     model = gpt2()
     fix: dict[str, Any] = {"tp": 2, "pp": 1, "recompute": "none", "micro": 2, "zero": 1}
     plan = autoptd.plan(model, world=4, cluster="dgx-h100", batch=8, seq=64, fix=fix)
-    return plan, *traced(plan, model, Silent())
+    source = autoptd.trace(model, seq=64)
+    return plan, source, read_sharding(source, plan)
 
 
 def test_data_are_formulas_with_their_values(planned: tuple[Plan, TracedModel, Sharding]) -> None:

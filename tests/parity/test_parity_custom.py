@@ -21,7 +21,8 @@ import autoptd
 from autoptd.api import Parallel
 from autoptd.compile.make_plan import make_plan
 from autoptd.compile.program import make_program, read_sharding
-from autoptd.compile.traced import TracedModel, read_model
+from autoptd.compile.read import read_model
+from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, PlanError, UnsupportedOp
 from autoptd.layout.mesh import Mesh

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compile.make_plan import make_plan
 from autoptd.compile.program import make_program, read_sharding
-from autoptd.compile.traced import TracedModel, read_model
+from autoptd.compile.read import read_model
+from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
 from autoptd.parallel import Parallel
 from autoptd.passes.analysis import overwriting

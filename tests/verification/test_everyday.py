@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compile.traced import read_model
+from autoptd.compile.read import read_model
 from autoptd.errors import CannotVerify
 from autoptd.plans.model import Plan
 from autoptd.progress import Silent

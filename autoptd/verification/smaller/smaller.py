@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compile.program import read_sharding
-from autoptd.compile.traced import TracedModel, read_model
+from autoptd.compile.read import read_model
+from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.layout.sample_rows import SHARED, shared
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
