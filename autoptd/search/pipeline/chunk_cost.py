@@ -16,6 +16,8 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
+import torch
+
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.memory import Memory, accumulation_bytes, model_state
@@ -325,7 +327,7 @@ class ChunkCosts(StepEnd):
         """Return the state of a segment without padding and without parameters that another segment reads first."""
         mine, found = [p for p in self._parameters[segment] if p[4]], Memory()
         for experts, copies in enumerate(self.copies):
-            part = [p for p in mine if len(self.copies) == 1 or (p[0] in self._experts) == bool(experts)]
+            part = [p for p in mine if (p[0] in self._experts) == bool(experts)]
             trained = sum(p[1] for p in part if not p[3])
             on_host = int(self.offload * trained) // copies.shards
             kept = 0 if self.whole.shapes else None  # at another rank, perhaps
@@ -337,17 +339,18 @@ class ChunkCosts(StepEnd):
     @property
     def host_spare(self) -> int:
         """Bytes of state that may be on the host beyond its share, since whole buckets are: one of each buffer."""
-        if self.offload in (0, 1):
-            return 0
-        buffers, largest = self._memoised(f"buffers, ep {self.candidate.ep}", self._count_buffers)
-        spare = buffers * (self.bucket + largest) // min(copies.shards for copies in self.copies)
+        largest = self._memoised(f"largest, ep {self.candidate.ep}", self._largest_of_buffers)
+        each = ((n, self.copies[experts]) for (_, _, experts), n in largest.items())
+        spare = sum((self.bucket + n + c.ranks * ALIGN) // c.shards for n, c in each if 0 < self.offload < 1)
         return model_state([spare], precision=self.precision, optimizer=self.optimizer).optimizer
 
-    def _count_buffers(self) -> tuple[int, int]:
-        """Return the most buffers of trained parameters that a rank has, and the elements of the largest parameter."""
-        every = [p for mine in self._parameters for p in mine if not p[3]]
-        classes = {(buffer_class(p[2]), self._dtypes[p[0]], p[0] in self._experts) for p in every}
-        return len(classes), max((p[1] for p in every), default=0)
+    def _largest_of_buffers(self) -> dict[tuple[str, torch.dtype, bool], int]:
+        """Return the elements of the largest trained parameter of each buffer that a rank may have."""
+        found: dict[tuple[str, torch.dtype, bool], int] = {}
+        for name, count, stored, *_ in (p for mine in self._parameters for p in mine if not p[3]):
+            key = buffer_class(stored), self._dtypes[name], name in self._experts
+            found[key] = max(found.get(key, 0), count)
+        return found
 
     def state_at_most(self, first: int, last: int) -> Memory:
         """Return an upper bound on `state` of one run: below ZeRO 2 without a layout, with the largest padding."""

@@ -44,10 +44,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import add
 
-from autoptd.cost_models.collectives import collective_s, sum_in_shards_s
+from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.memory import (
     COMPUTE_BYTES,
-    MAIN_BYTES,
     accumulation_bytes,
     optimizer_step_bytes,
     step_gradient_bytes,

@@ -79,6 +79,7 @@ def _walk(
     tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: SearchOptions
 ) -> tuple[Walk, Sequence[int]]:
     """Return the moments of consecutive segments under a policy, and the bytes of each storage."""
+    segments = tensors.workbook.first_like(segments)  # whose names the walk has
     shares = expert_shares(segments, method.ep, method.routing, experts_of(sharded)[1])
     if method.kernels == "fused":
         shares |= dict.fromkeys(inside_kernels(segments), 0.0)

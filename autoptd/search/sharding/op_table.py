@@ -196,6 +196,7 @@ class Workbook:
         self.facts = facts or GraphFacts(folded)
         self.ops: dict[fx.Node, OpFacts] = {}
         self._flows: dict[Hashable, Flow] = {}
+        self._firsts: dict[tuple[str, ...], Sequence[Segment]] = {}
         self._walks: dict[Hashable, Walk] = {}
         self._kernel_facts: dict[str, KernelFacts] = {}
         for segment in folded.representatives.values():
@@ -215,14 +216,20 @@ class Workbook:
         regather: bool = False,
         in_place_loss: bool = False,
     ) -> Walk:
-        """Return the liveness walk over consecutive segments, cached by their kinds and shardings."""
-        names = tuple(s.kind for s in segments)
+        """Return the liveness walk over consecutive segments, cached by their kinds and shardings.
+
+        Its tensors have the names that they have in `first_like(segments)`."""
+        segments, names = self.first_like(segments), tuple(s.kind for s in segments)
         under = names, tuple(kinds[name].text for name in dict.fromkeys(names))
         key = under, policy, regather, in_place_loss
         if key not in self._walks:
             region = self._flow(under, segments, kinds, in_place_loss)
             self._walks[key] = walk_flow(region, policy, regather=regather, in_place_loss=in_place_loss)
         return self._walks[key]
+
+    def first_like(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Return the first consecutive segments of these kinds that were asked for, which stand for all others."""
+        return self._firsts.setdefault(tuple(s.kind for s in segments), segments)
 
     def _flow(
         self, under: Hashable, segments: Sequence[Segment], kinds: Mapping[str, KindSharding], in_place_loss: bool

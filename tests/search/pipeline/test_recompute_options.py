@@ -8,7 +8,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
+import transformers
 
+import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST, allocator_bytes, most_allocated
 from autoptd.passes.analysis.liveness import Peak
@@ -236,6 +239,22 @@ def test_blocks_of_models_are_of_that_kind(name: str) -> None:
                         assert a.peak.temporary >= b.peak.temporary, (name, tp, first, after, a, b)
                         checked += 1
     assert checked > 4
+
+
+@pytest.mark.parametrize("options", [SearchOptions(kernels="fused"), SearchOptions(fp8="mxfp8"), SearchOptions(ep=2)])
+def test_a_peak_is_that_of_any_equal_segments(options: SearchOptions) -> None:
+    """Walks are kept by kinds of segments; what a kernel or a rank holds of a tensor is said by its name."""
+    config = transformers.MixtralConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8
+    )
+    with torch.device("meta"):
+        model = autoptd.trace(transformers.MixtralForCausalLM(config), seq=32)
+    tensors = Tensors(model.folded, Cluster.load("dgx-h100"), 1, {BATCH: 2, **model.sizes}, microbatches=4)
+    unit = max(model.folded.units, key=lambda u: u.count)
+    blocks = [model.folded.segments[unit.first + i * unit.length :][: unit.length] for i in range(unit.count)]
+    assert blocks[0] != blocks[-1]
+    first, last = (block_peak(tensors, tensors.solve(), block, "none", options) for block in (blocks[0], blocks[-1]))
+    assert first == last != block_peak(tensors, tensors.solve(), blocks[0], "none", SearchOptions())
 
 
 def test_one_front_serves_every_budget() -> None:
