@@ -269,7 +269,8 @@ class Planner:
     def _bound_cuts(self, e: QueueEntry, stages: Stages, *, measured: bool) -> float:
         c = e.candidate
         if stages.fixed or c.pp == 1:
-            return self._bound_only_cut(e, stages) if measured else e.bound_s
+            is_only = stages.fixed or stages.count == 1
+            return self._bound_only_cut(e, stages) if measured and is_only else e.bound_s
         if self._bound_by_lighter(e):
             return e.bound_s
         passes_s, is_full, _ = stages.least(measured=measured)
