@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.integrations import moe
 
 import autoptd
 from autoptd.compile.traced import TracedModel
@@ -93,6 +94,8 @@ def test_a_kept_trace_gives_the_same_plan(name: str, tmp_path: Path, monkeypatch
     if name in FAMILIES:
         file = tmp_path / "config.json"
         file.write_text(json.dumps({"architectures": [name], **FAMILIES[name]}))
+    # tests of float64 leave transformers' own loop over experts, whose trace has constants that are not kept
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: True)
     model, _ = load_model(name if name not in FAMILIES else str(file))
     fresh = autoptd.trace(model)
     monkeypatch.setattr(cached, "are_settled", lambda stamps, began_ns: True)
