@@ -309,7 +309,6 @@ class Planner:
     def _simulate(self, e: QueueEntry) -> float:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         assert e.stages is not None
-        self._queue.count(e)
         try:
             solutions = e.stages.solutions()
         except StagesDoNotFit as refusal:
@@ -318,6 +317,7 @@ class Planner:
                 return self._raise_bound(e, NEVER)
             self._too_large.append(e)  # but other cuts may fit
             return e.bound_s
+        self._queue.count(e)  # those that do not fit say nothing about others
         for staged in solutions:
             e.is_full = e.is_full or any(staged.solution.policies)
             if staged.least_s < self._best_s:
