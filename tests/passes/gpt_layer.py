@@ -75,8 +75,8 @@ def traced(fused: bool = False, p: float = 0.1) -> Folded:
 class WholeTokens(Tensors):
     """Tensor parallelism without sequence parallelism: partial results are summed, never split."""
 
-    def _edge_placements(self, tensor: TensorInfo) -> tuple[Placement, ...]:
-        return tuple(p for p in super()._edge_placements(tensor) if isinstance(p, Broadcast))
+    def _edge_placements(self, tensor: TensorInfo, name: str) -> tuple[Placement, ...]:
+        return tuple(p for p in super()._edge_placements(tensor, name) if isinstance(p, Broadcast))
 
     def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement, in_prelude: bool) -> bool:
         cuts = isinstance(source, Split) or (isinstance(source, PartialSum) and isinstance(target, Split))

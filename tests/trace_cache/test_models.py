@@ -105,6 +105,8 @@ def test_a_kept_trace_gives_the_same_plan(name: str, tmp_path: Path, monkeypatch
     kept = TraceEntry(TraceFolder(folder), name).find(no_module, no_batch)
     assert kept is not None
     fix: dict[str, Any] = {"schedule": "1f1b", "recompute": "full", "offload": 0, "micro": 1}
+    if name == "ResNetForImageClassification":
+        del fix["micro"]  # its statistics are over the whole batch of a replica
     given: dict[str, Any] = {"world": 8, "cluster": "dgx-h100", "fix": fix}
     if name not in FAMILIES:
         given |= {"world": 64, "fix": fix | {"tp": 4, "cp": 1, "zero": 1}}
