@@ -96,6 +96,7 @@ def plan(
     as_: str | None = None,
     exact: bool = False,
     time_limit_s: float | None = None,
+    others: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Return the fastest plan found for training `model` on `world` devices within their memory.
@@ -131,6 +132,7 @@ def plan(
             would carry them out; `fix` narrows them further. Most of these plans are predictions.
         exact: search until no better plan can exist, for small models. Otherwise `plan.notes` bounds the possible gain.
         time_limit_s: limit of the search once it has a plan; the result then depends on the machine's speed.
+        others: plan the runners-up too (`Plan.others`): other meshes, and other values of each choice.
         progress: receives the steps of the work. Default: silent.
 
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, or DoesNotFit with the memory that is short.
@@ -146,6 +148,7 @@ def plan(
         source,
         exact=exact,
         time_limit_s=time_limit_s,
+        others=others,
         world=world,
         cluster=where,
         batch=batch,

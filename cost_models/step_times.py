@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from autoptd.errors import PlanError
 from autoptd.schedule.stage_map import Shape, StageMap
 
+_PARTS = ("weight_s", "recompute_s")  # of backward_s
 _END = ("reduce_s", "step_s", "gather_s", "buckets")  # of a rank, for the end of a step
 
 
@@ -20,6 +21,7 @@ class ChunkTimes:
 
     `forward_s`, `backward_s` (with recomputation): without communication on the tp axis, which is in `*_tp_s`.
     `weight_s`: the part of `backward_s` for weight gradients, which zero-bubble may defer; 0 if unknown.
+    `recompute_s`: the part of `backward_s` that repeats forward passes; left out of a plan file if 0.
     `send_*_s`: one message to the next or previous stage.
     """
 
@@ -30,10 +32,12 @@ class ChunkTimes:
     backward_tp_s: float = 0.0
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
+    recompute_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.weight_s > self.backward_s:
-            raise ValueError(f"weight_s is part of backward_s, but {self.weight_s:g} > {self.backward_s:g}")
+        for name in _PARTS:
+            if getattr(self, name) > self.backward_s:
+                raise ValueError(f"{name} is part of backward_s, but {getattr(self, name):g} > {self.backward_s:g}")
 
 
 @dataclass(frozen=True, init=False)
@@ -106,7 +110,14 @@ def times_to_data(times: Sequence[StageTimes], shape: Shape = "loop") -> tuple[d
         raise ValueError(f"ranks have different numbers of chunks: {[len(rank.chunks) for rank in times]}")
     places = map(StageMap(max(1, len(times)), chunks, shape).place, range(len(times) * chunks))
     ends = [{name: x for name in _END if (x := getattr(rank, name)) is not None} for rank in times]
-    return tuple(asdict(times[rank].chunks[chunk]) | (ends[rank] if chunk == 0 else {}) for rank, chunk in places)
+    return tuple(_written(times[rank].chunks[chunk]) | (ends[rank] if chunk == 0 else {}) for rank, chunk in places)
+
+
+def _written(chunk: ChunkTimes) -> dict[str, float]:
+    data: dict[str, float] = asdict(chunk)
+    if not chunk.recompute_s:
+        del data["recompute_s"]
+    return data
 
 
 def times_from_data(data: Sequence[Mapping[str, float]], ranks: int, shape: Shape = "loop") -> tuple[StageTimes, ...]:
@@ -120,8 +131,9 @@ def times_from_data(data: Sequence[Mapping[str, float]], ranks: int, shape: Shap
         if strange or missing:
             wrong = f"lacks {', '.join(missing)}" if missing else f"has unknown {', '.join(strange)}"
             raise PlanError(f"the times of stage {i} cannot be read", where=f"times[{i}]: {wrong}")
-        if entry.get("weight_s", 0.0) > entry["backward_s"]:
-            raise PlanError("weight_s is part of backward_s and cannot be longer", where=f"times[{i}].weight_s")
+        for name in _PARTS:
+            if entry.get(name, 0.0) > entry["backward_s"]:
+                raise PlanError(f"{name} is part of backward_s and cannot be longer", where=f"times[{i}].{name}")
     route = StageMap(ranks, len(data) // ranks, shape)
     return tuple(
         StageTimes(

@@ -25,15 +25,17 @@ from autoptd.passes.sharding.sharding import (
 )
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.plans.consistency import collectives, modules
-from autoptd.plans.data import Collectives, MeshSizes, Predicted, Schedule, Splits, StagePlan
+from autoptd.plans.data import Collectives, MeshSizes, OtherPlan, Predicted, Schedule, Splits, StagePlan
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress
 from autoptd.search.constraints.named import pin_notes
 from autoptd.search.constraints.options import Constraints
 from autoptd.search.constraints.without_effect import idle_notes
+from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged, rank_times, sums_of
 from autoptd.search.pipeline.stage_parameters import loss_of
 from autoptd.search.planner import EFFORT, Answer, Planner, Task
+from autoptd.search.runners_up import RunnerUp
 
 
 def samples_of(batch: int | None, world: int) -> int:
@@ -53,10 +55,12 @@ def make_plan(
     progress: Progress,
     exact: bool = False,
     time_limit_s: float | None = None,
+    others: bool = False,
 ) -> Plan:
     """Search for the fastest plan and return it. Raises PlanError, DoesNotFit.
 
-    batch: samples per step over all ranks; None for 8 × world. exact: search without a limit on effort.
+    batch: samples per step over all ranks; None for 8 × world. exact: search without a limit on effort. others: plan
+    the runners-up too.
     """
     notes = list(source.notes)
     size = samples_of(batch, world)
@@ -78,6 +82,7 @@ def make_plan(
             way,
             effort=None if exact else EFFORT,
             time_limit_s=time_limit_s or math.inf,
+            others=others,
         )
         tasks.append(task)
     idle = idle_notes(tasks[0].constraints, world)
@@ -123,15 +128,8 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         sizes={str(s): int(n) for s, n in {BATCH: candidate.micro, **task.sizes}.items()},
         precision=task.precision,  # type: ignore[arg-type]
         optimizer=task.optimizer,  # type: ignore[arg-type]
-        mesh=MeshSizes(
-            dp=candidate.dp,
-            tp=candidate.tp,
-            pp=candidate.pp,
-            cp=method.cp,
-            ep=candidate.ep,
-            etp=candidate.etp,  # type: ignore[arg-type]
-        ),
-        schedule=Schedule(kind=method.schedule, microbatches=candidate.microbatches, virtual=method.virtual),  # type: ignore[arg-type]
+        mesh=_mesh(candidate),
+        schedule=_schedule(candidate),
         zero=candidate.zero,
         loss_averaging=folded.traced.averaging,
         statistics=folded.statistics.count,
@@ -149,7 +147,29 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         boundaries={k: tuple(v) for k, v in boundaries.items()},
         collectives={kind: Collectives(**data) for kind, data in collectives(folded, sharding).items()},
         predicted=_predicted(source, task, staged, answer),
+        others=tuple(map(_other, answer.runners_up)),
         notes=notes,
+    )
+
+
+def _mesh(c: Candidate) -> MeshSizes:
+    return MeshSizes(dp=c.dp, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, etp=c.etp)  # type: ignore[arg-type]
+
+
+def _schedule(c: Candidate) -> Schedule:
+    return Schedule(kind=c.schedule, microbatches=c.microbatches, virtual=c.virtual)  # type: ignore[arg-type]
+
+
+def _other(found: RunnerUp) -> OtherPlan:
+    c = found.candidate
+    return OtherPlan(
+        choice=found.choice,  # type: ignore[arg-type]
+        mesh=_mesh(c),
+        micro=c.micro,
+        schedule=_schedule(c),
+        zero=c.zero,
+        step_time_s=found.seconds if math.isfinite(found.seconds) else None,
+        least_s=found.least_s if math.isfinite(found.least_s) else None,
     )
 
 

@@ -173,11 +173,11 @@ def _time_table(plan: PlanData) -> Table | None:
     for name, value in sorted(plan.predicted.time_s.items(), key=lambda item: (-item[1], item[0])):
         share = value / whole if whole else 0.0
         if share >= 0.0005:  # smaller ones would print as 0.0%
-            table.add_row(_part(plan, name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
+            table.add_row(part_name(plan, name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
     return table if table.row_count else None
 
 
-def _part(plan: PlanData, name: str) -> str:
+def part_name(plan: PlanData, name: str) -> str:
     """Return the name of a part of the step time; communication within a stage is named after its axes."""
     if name != "tp_communication":
         return words(name)

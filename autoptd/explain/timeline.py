@@ -62,7 +62,7 @@ def _cut_again(times: Sequence[StageTimes], old: StageMap, new: StageMap) -> tup
 
     def chunk_of(stage: int) -> ChunkTimes:
         whole = times[new.holder(stage)].chunks
-        parts = ("forward_s", "backward_s", "weight_s", "forward_tp_s", "backward_tp_s")
+        parts = ("forward_s", "backward_s", "weight_s", "recompute_s", "forward_tp_s", "backward_tp_s")
         each = {name: sum(getattr(chunk, name) for chunk in whole) / new.virtual for name in parts}
         return ChunkTimes(**each, send_forward_s=send_s(stage), send_backward_s=send_s(stage - 1))
 

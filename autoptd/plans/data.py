@@ -116,6 +116,18 @@ class Predicted(Part):
     host: tuple[Index, ...] = ()  # per stage: bytes of one rank in host memory; left out of the file if ()
 
 
+class OtherPlan(Part):
+    """The best plan that was tried of another mesh, or of another value of one choice."""
+
+    choice: Literal["mesh", "dp", "tp", "pp", "cp", "ep", "micro", "zero", "schedule"]
+    mesh: MeshSizes
+    micro: Count
+    schedule: Schedule
+    zero: Annotated[int, Field(ge=0, le=3)]
+    step_time_s: Amount | None  # None: none that was tried fits
+    least_s: Amount | None  # lower bound of the step time of all its plans; None: none of them fits
+
+
 Proves = Literal[
     "that a run of `autoptd verify` on a plan, graph and program of these digests found no difference from the plain "
     "model; not who ran it: only a signature tells that, anybody who can write this file can write a certificate"
@@ -184,6 +196,7 @@ class PlanData(Part):
     boundaries: dict[str, tuple[str, ...]]  # kind of segment -> placements of its input tensors
     collectives: dict[str, Collectives] = {}  # by kind of segment; those that do not communicate are left out
     predicted: Predicted
+    others: Annotated[tuple[OtherPlan, ...], Field(max_length=1000)] = ()  # runners-up; left out of the file if empty
     notes: tuple[str, ...] = ()
     certificate: Certificate | None = None  # of `autoptd verify`; left out of the file if None
 
@@ -201,7 +214,7 @@ class PlanData(Part):
     def to_json(self) -> str:
         """Return the text of the plan file: equal bytes for equal plans."""
         held = self.certificate
-        left_out = {name for name in ("certificate", "system", "whole") if not getattr(self, name)}
+        left_out = {name for name in ("certificate", "others", "system", "whole") if not getattr(self, name)}
         data = self.model_dump(mode="json", exclude=left_out)
         if not self.predicted.host:
             del data["predicted"]["host"]

@@ -37,6 +37,7 @@ class QueueEntry:
     bound_s: float
     passes_s: float = 0.0  # lower bound on the seconds of all cuts without the step's end
     reduced_s: float = 0.0  # the same with the reduction of gradients
+    found_s: float = NEVER  # the least seconds of a simulation
     is_full: bool = False  # whether memory raises its bound, or its stages recompute
     stages: Stages | None = None
     step: int = 0  # into `Planner._steps`

@@ -33,6 +33,7 @@ from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
 from autoptd.search.pipeline.lower_bounds import CandidateBounds
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
+from autoptd.search.runners_up import RunnerUp, runners_up
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.solve import CLOSE, Splitter
 from autoptd.search.sharding.tensors import Sharded, Tensors
@@ -59,6 +60,7 @@ class Answer:
     gap: float  # no candidate takes less than (1 - gap) times the best
     question: ShardingQuery  # answered by `tensors`
     known: ShardingCache
+    runners_up: tuple[RunnerUp, ...]
 
 
 class Planner:
@@ -118,7 +120,12 @@ class Planner:
         with self.progress.stage("prove the schedule"):
             prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
         tensors = self._splitter.tensors[self._splitter.key_of(c)]
-        return Answer(best, tensors, len(possible), self._visited, gap, self._splitter.question(c), self.known)
+        others = self._runners_up(c) if self.task.others else ()
+        return Answer(best, tensors, len(possible), self._visited, gap, self._splitter.question(c), self.known, others)
+
+    def _runners_up(self, best: Candidate) -> tuple[RunnerUp, ...]:
+        with self.progress.stage("plan the runners-up"):
+            return runners_up(self._queue.entries, best, lambda c: self.predict(c).seconds)
 
     def predict(self, candidate: Candidate) -> Staged:
         """Split, cut and simulate one candidate; its schedule is not proved.
@@ -322,6 +329,7 @@ class Planner:
             e.is_full = e.is_full or any(staged.solution.policies)
             if staged.least_s < self._best_s:
                 found = simulated(staged)
+                e.found_s = min(e.found_s, found.seconds)
                 if found.seconds < self._best_s:
                     self._best = found
                     self._queue.prefer(found.candidate)
@@ -334,7 +342,7 @@ class Planner:
         if not complete and self._effort:
             found, complete = refine(e.stages, self._best_s, self._effort)
             if found is not None:
-                self._best = found
+                self._best, e.found_s = found, found.seconds
         rough = any(stage_cost.rough for stage_cost in e.stages.stage_costs)
         return NEVER if complete and not rough else e.bound_s
 

@@ -32,7 +32,7 @@ class Task:
     """A planning problem: model, devices, batch and constraints.
 
     `effort`: cuts beyond the first of each candidate that may be simulated; None: as many as exactness takes.
-    `time_limit_s`: the search ends after this time, provided that it has found a plan.
+    `time_limit_s`: the search ends after this time, provided that it has found a plan. `others`: plan the runners-up.
     """
 
     folded: Folded
@@ -45,6 +45,7 @@ class Task:
     constraints: Constraints
     effort: int | None = EFFORT
     time_limit_s: float = float("inf")
+    others: bool = False
 
 
 def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> Sequence[Candidate]:

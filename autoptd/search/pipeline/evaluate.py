@@ -154,6 +154,7 @@ def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
             backward_tp_s=cost.backward_tp_s,
             send_forward_s=sends[i],
             send_backward_s=sends[i - 1] if i else 0.0,
+            recompute_s=min(cost.recompute_s, cost.backward_s - cost.backward_tp_s),
         )
         for i, cost in enumerate(staged.stages)
     ]

@@ -1,0 +1,70 @@
+"""The page of a plan, and the page of two plans side by side."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from autoptd.explain.compare import comparison_data, verdict
+from autoptd.explain.tables import gib, seconds, signed, words
+from autoptd.plans.data import PlanData
+from autoptd.report.drawing import drawing
+from autoptd.report.facts import facts
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def plan_page(plan: PlanData) -> str:
+    """Return the report of a plan as one self-contained HTML page."""
+    return _environment().get_template("plan.html").render(facts(plan), drawing=_script_data(drawing(plan)))
+
+
+def comparison_page(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> str:
+    """Return two plans side by side as one self-contained HTML page."""
+    found: Any = comparison_data(a, b)
+    return (
+        _environment()
+        .get_template("comparison.html")
+        .render(
+            title=verdict(a, b, names),
+            names=names,
+            sides=[facts(a), facts(b)],
+            drawings=[_script_data(drawing(plan)) for plan in (a, b)],
+            time=[_row(term, seconds) for term in found["time_s"]],
+            memory=[_row(term, gib) for term in found["memory_bytes"]],
+            same=found["same"],
+        )
+    )
+
+
+def _row(term: dict[str, Any], text: Any) -> dict[str, str]:
+    change = term["difference"]
+    sides = (text(term[name]) if term[name] else "–" for name in ("a", "b"))
+    return {"term": words(term["term"]), "sides": list(sides), "difference": signed(change, text(change))}  # type: ignore[dict-item]
+
+
+def _script_data(value: object) -> str:
+    """Return JSON that is safe inside a script element."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    found = Environment(
+        loader=PackageLoader("autoptd.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    folder = files("autoptd.report") / "templates"
+    found.globals["style"] = Markup((folder / "page.css").read_text("utf-8"))
+    found.globals["script"] = Markup((folder / "timeline.js").read_text("utf-8"))
+    found.filters["json"] = Markup
+    return found

@@ -1,0 +1,69 @@
+"""Plans that a search did not choose: of other meshes, and of other values of each choice.
+
+A search excludes most candidates by lower bounds, without a plan of theirs. Here some of these are planned after it: of
+each mesh and value the candidate with the least bound, and the one of those without chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from autoptd.errors import AutoptdError
+from autoptd.search.candidate_queue import NEVER, QueueEntry
+from autoptd.search.meshes import Candidate
+
+_MESHES = 8  # the most promising, which are planned
+_VALUES = 12  # of a choice
+CHOICES = ("tp", "pp", "dp", "cp", "ep", "micro", "zero", "schedule")
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The best plan that was tried of a mesh, or of a value of another choice.
+
+    `seconds`: of a step, infinite if no plan of it that was tried fits; `least_s`: lower bound of all its plans,
+    infinite if none fits."""
+
+    choice: str  # "mesh", or a field of `Candidate`
+    candidate: Candidate
+    seconds: float
+    least_s: float
+
+
+def runners_up(
+    entries: Iterable[QueueEntry], best: Candidate, predict: Callable[[Candidate], float]
+) -> tuple[RunnerUp, ...]:
+    """Return the most promising other meshes, then, for each choice, its other values, in order.
+
+    `predict`: returns the seconds of a candidate's plan, or raises AutoptdError."""
+    ordered = sorted(entries, key=lambda e: min(e.found_s, e.bound_s))
+    groups: dict[tuple[str, object], list[QueueEntry]] = {}
+    for choice in ("mesh", *CHOICES):
+        by_value: dict[object, list[QueueEntry]] = {}
+        for e in ordered:
+            by_value.setdefault(_value(e.candidate, choice), []).append(e)
+        by_value.pop(_value(best, choice), None)
+        kept = list(by_value)[: _MESHES if choice == "mesh" else _VALUES]
+        groups |= {(choice, value): by_value[value] for value in (kept if choice == "mesh" else sorted(kept))}  # type: ignore[type-var]
+    found = {id(e): e.found_s for e in ordered}
+    for e in (e for group in groups.values() for e in _promising(group)):
+        if found[id(e)] == NEVER and e.bound_s < NEVER:
+            with suppress(AutoptdError):
+                found[id(e)] = predict(e.candidate)
+    tried = {key: min(group, key=lambda e: (found[id(e)], e.bound_s)) for key, group in groups.items()}
+    return tuple(
+        RunnerUp(choice, e.candidate, found[id(e)], groups[choice, value][0].bound_s)
+        for (choice, value), e in tried.items()
+    )
+
+
+def _promising(group: Sequence[QueueEntry]) -> list[QueueEntry]:
+    """Return candidates that may be the best of a group, which is in order: few, since each is planned."""
+    simple = (e for e in group if e.candidate.virtual == 1)
+    return [group[0], next(simple, group[0])]
+
+
+def _value(c: Candidate, choice: str) -> object:
+    return (c.dp, c.tp, c.pp, c.cp, c.ep) if choice == "mesh" else getattr(c, choice)
