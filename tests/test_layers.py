@@ -28,6 +28,7 @@ explain.tables
 explain.timeline explain.choices
 explain.breakdown explain.plan
 explain.compare
+report
 plans.model
 runtime codegen search
 plans export

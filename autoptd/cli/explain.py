@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoptd.cli.arguments import UsageError
 from autoptd.cli.output import model_of, print_json, progress_of, show, width
 from autoptd.cli.traced import ModelToPlan
+from autoptd.outputs import refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from autoptd.plans.model import Plan
@@ -74,12 +76,30 @@ def _model(arguments: argparse.Namespace, plan: Plan, progress: Progress) -> Mod
     )
 
 
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write the report of a plan as an HTML page."""
+    from autoptd.plans.model import Plan
+
+    out = Path(arguments.out or Path(arguments.plan).with_suffix(".html").name)
+    refuse_unwritable(out)
+    write_whole(out, Plan.load(arguments.plan).to_html())
+    if arguments.json:
+        print_json({"page": str(out)})
+    else:
+        show(f"written to {out}")
+    return DONE
+
+
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Print two plans side by side; the exit code is 0 if they are equal."""
+    """Print two plans side by side, or write them as a page with `--html`; the exit code is 0 if they are equal."""
     from autoptd.explain.compare import compare, comparison_data
     from autoptd.plans.model import Plan
 
     a, b = Plan.load(arguments.a), Plan.load(arguments.b)
+    if arguments.html:
+        from autoptd.report.page import comparison_page
+
+        write_whole(Path(arguments.html), comparison_page(a, b))
     if arguments.json:
         print_json(comparison_data(a, b))
     else:

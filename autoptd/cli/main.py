@@ -35,7 +35,7 @@ from autoptd.cli.arguments import (
     read_sweep,
     seconds,
 )
-from autoptd.cli.explain import run_compare, run_explain
+from autoptd.cli.explain import run_compare, run_explain, run_report
 from autoptd.cli.fault import internal_error, show_traceback
 from autoptd.cli.output import error_data, model_of, print_json, progress_of, show, width
 from autoptd.cli.plan import run_plan
@@ -277,6 +277,8 @@ def _parser() -> _Parser:
     _add_constraints(plan)
     _add_answers(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")
+    plan.add_argument("--others", action="store_true", help="plan the runners-up too, and keep them in the plan")
+    plan.add_argument("--html", metavar="FILE", help="write a report as an HTML page, with the runners-up")
     plan.add_argument("--all", action="store_true", help=_ALL_HELP)
     explain = command("explain", run_explain, "show a plan: what it does and what it costs")
     explain.add_argument("plan", metavar="PLAN", help="a plan file")
@@ -284,9 +286,13 @@ def _parser() -> _Parser:
     explain.add_argument("--memory", action="store_true", help="show memory as formulas; traces the model")
     explain.add_argument("--op", metavar="NAME", help="show the alternatives to its split; traces the model")
     explain.add_argument("--model", metavar="MODEL", help=f"for --memory, --op: {_MODEL_HELP} (default: the plan's)")
+    report = command("report", run_report, "write a plan as an HTML page that needs no server")
+    report.add_argument("plan", metavar="PLAN", help="a plan file")
+    report.add_argument("-o", "--out", metavar="FILE", help="default: the plan's name with .html, in this folder")
     compare = command("compare", run_compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")
     compare.add_argument("b", metavar="B", help="another plan file")
+    compare.add_argument("--html", metavar="FILE", help="also write them side by side as an HTML page")
     simulate = command("simulate", _simulate, "simulate one step of a plan and show where its time goes")
     simulate.add_argument("plan", metavar="PLAN", help="a plan file")
     simulate.add_argument("--schedule", choices=SCHEDULE_KINDS, help="the schedule to simulate (default: the plan's)")

@@ -14,6 +14,7 @@ from autoptd.cli.arguments import UsageError, all_fixed
 from autoptd.cli.output import error_data, print_json, progress_of, show, width
 from autoptd.cli.traced import ModelToPlan
 from autoptd.errors import DoesNotFit
+from autoptd.outputs import refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from autoptd.answers.query import PlanQuery
@@ -57,8 +58,6 @@ def _swept(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
 
 def _check(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]]) -> None:
     """Raise UsageError for conflicting options, PlanFileError if the plan could not be saved."""
-    from autoptd.outputs import refuse_unwritable
-
     given = {"world": arguments.world, "batch": arguments.batch, "seq": arguments.seq, "cluster": arguments.cluster}
     given |= arguments.fix
     for name in swept:
@@ -67,14 +66,15 @@ def _check(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]]) -> 
     if arguments.world is None and "world" not in swept:
         raise UsageError("the following arguments are required: --world", fix="see `autoptd plan --help`")
     many = "--sweep" if swept else "--pareto" if arguments.pareto else ""
-    if arguments.out and many:
-        raise UsageError(f"{many} makes many plans, and -o saves one", fix="leave out one of the two")
+    for option, asked in (("-o", arguments.out), ("--html", arguments.html), ("--others", arguments.others)):
+        if asked and many:
+            raise UsageError(f"{many} makes many plans, and {option} is for one", fix="leave out one of the two")
     if arguments.pins and not arguments.fix:
         raise UsageError("--pins is for constraints, and none is given", fix="add --fix, --split, --cut, …")
     if arguments.price_per_gpu_hour is not None and not swept:
         raise UsageError("--price-per-gpu-hour is for --sweep", fix="add --sweep world=8,16,…")
-    if arguments.out:
-        refuse_unwritable(Path(arguments.out))
+    for file in filter(None, (arguments.out, arguments.html)):
+        refuse_unwritable(Path(file))
 
 
 def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], progress: Progress) -> PlanQuery:
@@ -108,6 +108,8 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
         "time_limit_s": arguments.time_limit,
         "as_": arguments.as_,
     }
+    if arguments.others or arguments.html:
+        options["others"] = True
     return PlanQuery(traced, world, cluster, batch, arguments.fix, options, model.name)
 
 
@@ -115,6 +117,8 @@ def _one(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) ->
     plan = replace(query, batch=arguments.batch).plan(progress)  # without a batch, the plan notes its default
     if arguments.out:
         plan.save(arguments.out)
+    if arguments.html:
+        write_whole(Path(arguments.html), plan.to_html())
     if arguments.sensitivity:
         from autoptd.answers.sensitivity import sensitivity, sensitivity_text
 
@@ -129,8 +133,8 @@ def _one(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) ->
         from autoptd.explain.plan import explain
 
         show(explain(plan, width(), arguments.all))
-        if arguments.out:
-            show(f"\nsaved to {arguments.out}")
+        if saved := list(filter(None, (arguments.out, arguments.html))):
+            show(f"\nsaved to {' and '.join(saved)}")
     return DONE
 
 

@@ -117,7 +117,7 @@ def _best(source: TracedModel, tasks: Sequence[Task], progress: Progress) -> tup
 
 def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, ...]) -> Plan:
     staged, folded = answer.staged, source.folded
-    candidate, sharding, method = staged.candidate, staged.sharded.sharding, staged.method
+    candidate, sharding = staged.candidate, staged.sharded.sharding
     strategies, boundaries = to_text(folded, sharding)
     return Plan(
         model=source.name,

@@ -6,7 +6,6 @@ the modules of each stage and the placement of each parameter.
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -75,11 +74,6 @@ def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
             parts += section(f"Strategies in {kind}", _split_table(strategies.items()))
     parts += _notes(plan)
     return render(parts, width)
-
-
-def explain_html(plan: PlanData) -> str:
-    """Return the plan as HTML for a notebook."""
-    return f"<pre>{html.escape(explain(plan))}</pre>"
 
 
 def headline(plan: PlanData) -> str:

@@ -26,21 +26,28 @@ def chunk_times(
     kind, virtual: another schedule on the same ranks; each rank's work, summed over its chunks, is then cut into
     `virtual` equal chunks. Raises PlanError for a plan without times, and for an impossible schedule.
     """
+    kind = kind or plan.schedule.kind
+    virtual = virtual or row_of(kind).chunks or plan.schedule.virtual
+    times, overlap = stage_times(plan, kind, virtual)
+    return step_lists(kind, plan.mesh.pp, plan.schedule.microbatches, virtual), times, overlap
+
+
+def stage_times(
+    plan: PlanData, kind: str | None = None, virtual: int | None = None
+) -> tuple[tuple[StageTimes, ...], Overlap]:
+    """Return the times of a plan's ranks, cut again for another schedule, and its overlap. Raises PlanError."""
     if not plan.predicted.times:
         raise PlanError(
             "the plan has no times of its stages",
             where="predicted.times",
             fix="plan again with this version of autoptd",
         )
-    schedule = plan.schedule
-    kind = kind or schedule.kind
-    virtual = virtual or row_of(kind).chunks or schedule.virtual
+    kind, virtual = kind or plan.schedule.kind, virtual or plan.schedule.virtual
     times = times_from_data(plan.predicted.times, plan.mesh.pp, plan.route.shape)
     if (virtual, row_of(kind).shape) != (len(times[0].chunks), plan.route.shape):
         times = _cut_again(times, plan.route, route_of(kind, plan.mesh.pp, virtual))
-    lists = step_lists(kind, plan.mesh.pp, schedule.microbatches, virtual)
     # the tp seconds of a plan are the exposed ones, op by op: overlapping them again would count the overlap twice
-    return lists, times, Overlap.of(set(plan.method.overlap) - PRICED)
+    return times, Overlap.of(set(plan.method.overlap) - PRICED)
 
 
 def _cut_again(times: Sequence[StageTimes], old: StageMap, new: StageMap) -> tuple[StageTimes, ...]:
@@ -70,10 +77,15 @@ def _cut_again(times: Sequence[StageTimes], old: StageMap, new: StageMap) -> tup
     return tuple(replace(own, chunks=new.of(chunks, rank)) for rank, own in enumerate(times))
 
 
+def is_too_long(plan: PlanData) -> bool:
+    """Return whether a step has so many passes that its events would be too many to read."""
+    return len(plan.stages) * plan.schedule.microbatches > _TRACED
+
+
 def refuse_untraceable(plan: PlanData) -> None:
     """Raise PlanError for a step with so many microbatches that its trace would be too large to open."""
-    passes = len(plan.stages) * plan.schedule.microbatches
-    if passes > _TRACED:
+    if is_too_long(plan):
+        passes = len(plan.stages) * plan.schedule.microbatches
         raise PlanError(
             f"a trace of {passes:,} forward passes would be too large to open; the limit is {_TRACED:,}",
             where="schedule.microbatches",

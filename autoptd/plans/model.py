@@ -10,11 +10,12 @@ from pydantic import ValidationError, model_validator
 from autoptd.cost_models.complaints import parse_json, read_text
 from autoptd.errors import PlanFileError
 from autoptd.explain.compare import compare
-from autoptd.explain.plan import explain, explain_html
+from autoptd.explain.plan import explain
 from autoptd.outputs import write_whole
 from autoptd.plans.checks import Inconsistent, faults
 from autoptd.plans.data import PlanData
 from autoptd.plans.files import REMAKE, check_head, mistakes, refusal, unique_keys
+from autoptd.report.page import framed, plan_page
 
 
 class Plan(PlanData):
@@ -52,5 +53,9 @@ class Plan(PlanData):
         """Return a text that compares this plan with another, term by term."""
         return compare(self, other)
 
+    def to_html(self) -> str:
+        """Return the report of this plan: one HTML page that asks for nothing else."""
+        return plan_page(self)
+
     def _repr_html_(self) -> str:
-        return explain_html(self)
+        return framed(self.to_html())

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from autoptd.cost_models.timeline import RankRecord
-from autoptd.explain.timeline import chunk_times, simulate_plan
+from autoptd.explain.timeline import is_too_long, simulate_plan, stage_times
 from autoptd.plans.data import PlanData
 
 UNITS = 1_000_000
@@ -19,12 +19,14 @@ KINDS = ("F", "B", "W", "REDUCE", "STEP", "GATHER", "SF", "SB")
 
 
 def drawing(plan: PlanData) -> dict[str, Any] | None:
-    """Return the events of each pipeline rank: kind, chunk, microbatch, start and length; None for a plan without
-    times. `shares`: of a pass on each chunk of each rank; `hidden`: where events were left out, if any were."""
-    if not plan.predicted.times:
+    """Return the events of each pipeline rank: kind, chunk, microbatch, start and length.
+
+    `shares`: of a pass on each chunk of each rank; `hidden`: where events were left out, if any were. None for a plan
+    without times, or with too many passes to simulate in seconds."""
+    if not plan.predicted.times or is_too_long(plan):
         return None
     _, timeline = simulate_plan(plan)
-    _, times, _ = chunk_times(plan)
+    times, _ = stage_times(plan)
     whole_s = timeline.makespan_s
     most = max(2, _EVENTS // len(timeline.records) // 2)
     rows, hidden, left_out = [], [UNITS, 0], False
@@ -39,8 +41,10 @@ def drawing(plan: PlanData) -> dict[str, Any] | None:
     if left_out:  # cut all ranks at the same times
         rows = [_without(row, hidden[0], hidden[1]) for row in rows]
     shares = [
-        [_shares(chunk.forward_s, chunk.forward_tp_s, chunk.backward_s, chunk.backward_tp_s, chunk.recompute_s)
-         for chunk in rank.chunks]
+        [
+            _shares(chunk.forward_s, chunk.forward_tp_s, chunk.backward_s, chunk.backward_tp_s, chunk.recompute_s)
+            for chunk in rank.chunks
+        ]
         for rank in times
     ]
     return {

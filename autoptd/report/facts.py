@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.cost_models.accuracy import MEMORY, STEP_TIME
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
-from autoptd.explain.choices import recompute_text
+from autoptd.cost_models.steady import makespan_s
 from autoptd.explain.plan import fullest_rank, headline, method, part_name, prediction, steps
 from autoptd.explain.tables import GIB, seconds, words
-from autoptd.explain.timeline import chunk_times
-from autoptd.cost_models.simulate import simulate
+from autoptd.explain.timeline import stage_times
 from autoptd.plans.data import OtherPlan, PlanData
-from autoptd.schedule import step_lists
+from autoptd.report.accuracy import MEMORY, STEP_TIME
+from autoptd.schedule import period_of, step_lists
 from autoptd.text import fold_table, ranges
 
 _AXES = ("tp", "cp", "dp", "pp")  # fastest in a rank's number first
@@ -37,6 +36,9 @@ _CHOICES = {
     "zero": "Another ZeRO stage",
     "schedule": "Another schedule",
 }
+
+
+_SHORT = {"micro": "samples per microbatch", "zero": "ZeRO"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def facts(plan: PlanData) -> dict[str, Any]:
         "memory": _memory(plan),
         "parameters": list(_parameters(plan)),
         "others": list(_others(plan)),
+        "why": list(why(plan)),
+        "several_devices": bool(plan.cluster.others),
         "limits": list(limits(plan)),
         "twice": twice(plan),
         "sure": list(_sure(plan)),
@@ -82,7 +86,8 @@ def _tiles(plan: PlanData) -> list[Tile]:
         Tile(
             "memory",
             f"{fullest / GIB:.1f} GiB",
-            f"of {device.memory_bytes / GIB:.1f}; {CONFIDENCE:.0%} sure to be below {MOST_MEASURED * fullest / GIB:.1f}",
+            f"of {device.memory_bytes / GIB:.1f}; with {CONFIDENCE:.0%} confidence below "
+            f"{MOST_MEASURED * fullest / GIB:.1f}",
         ),
     ]
 
@@ -92,15 +97,18 @@ def _tiles(plan: PlanData) -> list[Tile]:
 
 def axes(plan: PlanData) -> Iterator[dict[str, Any]]:
     """Yield the axes with several ranks: their size, how far apart neighbours are, and the links between them."""
-    apart = 1
-    levels = plan.cluster.levels
+    apart, distances = 1, dict[str, int]()
     for name in _AXES:
+        distances[name] = apart
+        apart *= getattr(plan.mesh, name)
+    distances["ep"] = plan.mesh.etp or plan.mesh.tp  # among the ranks of a stage
+    levels = plan.cluster.levels
+    for name, apart in distances.items():
         size = getattr(plan.mesh, name)
         if size > 1:
             inside = (level.name for level in levels if level.ranks is not None and size * apart <= level.ranks)
             distance = "neighbours" if apart == 1 else f"{apart:,} ranks apart"
             yield {"axis": name, "size": size, "apart": distance, "link": next(inside, levels[-1].name)}
-        apart *= size
 
 
 def ranks_of(plan: PlanData, stage: int) -> range:
@@ -224,9 +232,11 @@ def limits(plan: PlanData) -> Iterator[str]:
         f"{CONFIDENCE:.0%} confidence; activations, which grow with the samples of a microbatch "
         f"({plan.micro}), are {kept / GIB:.1f} GiB of it"
     )
+    grows = plan.schedule.kind == "gpipe" or plan.schedule.microbatches < plan.mesh.pp * plan.schedule.virtual
     yield (
         f"the batch of {plan.batch:,} is {plan.schedule.microbatches:,} microbatches of {plan.micro} on each of "
-        f"{plan.mesh.dp:,} data-parallel ranks: a larger batch makes more microbatches and needs no more memory"
+        f"{plan.mesh.dp:,} data-parallel {'ranks' if plan.mesh.dp > 1 else 'rank'}: a larger batch makes more of them, "
+        + ("and keeps more of them in memory" if grows else "and needs no more memory")
     )
     if plan.mesh.pp > 1:
         bubble = parts.get("pipeline_bubble", 0.0) / whole if whole else 0.0
@@ -244,11 +254,14 @@ def twice(plan: PlanData) -> str:
             "With twice the devices and twice the batch this plan takes about as long, for twice the samples. Of the "
             "same batch the microbatches cannot be halved: plan again."
         )
-    _, times, overlap = chunk_times(plan)
-    kind, virtual = plan.schedule.kind, plan.schedule.virtual
+    times, overlap = stage_times(plan)
+    kind, virtual, pp = plan.schedule.kind, plan.schedule.virtual, plan.mesh.pp
+    period = period_of(kind, pp)
     try:
-        half = simulate(step_lists(kind, plan.mesh.pp, count // 2, virtual), times, overlap, plan.route).makespan_s
-        same = simulate(step_lists(kind, plan.mesh.pp, count, virtual), times, overlap, plan.route).makespan_s
+        half, same = (
+            makespan_s(lambda m: step_lists(kind, pp, m, virtual), m, times, overlap, period, plan.route)
+            for m in (count // 2, count)
+        )
     except ValueError:  # an interleaved schedule of so few microbatches
         return "With twice the devices this schedule has too few microbatches for the same batch: plan again."
     shorter = plan.predicted.step_time_s - (same - half)
@@ -278,6 +291,31 @@ def meaning(placement: str) -> str:
     return placement
 
 
+def why(plan: PlanData) -> Iterator[str]:
+    """Yield for each choice what its other values take: `tp 2: +5.3% with 4; nothing tried fits with 1`."""
+    best_s = plan.predicted.step_time_s
+    for choice in list(_CHOICES)[1:]:
+        others = [other for other in plan.others if other.choice == choice]
+        timed = sorted((other.step_time_s, str(_chosen(other, choice))) for other in others if other.step_time_s)
+        slower = ", ".join(f"{time_s / best_s - 1:+.1%} with {value}" for time_s, value in timed)
+        unfit = ", ".join(str(_chosen(other, choice)) for other in others if other.step_time_s is None)
+        parts = [slower, unfit and f"nothing tried fits with {unfit}"]
+        if any(parts):
+            yield f"{_SHORT.get(choice, choice)} {_chosen(plan, choice)}: {'; '.join(filter(None, parts))}"
+
+
+def _chosen(plan: PlanData | OtherPlan, choice: str) -> object:
+    """Return the value of a choice in a plan."""
+    match choice:
+        case "mesh":
+            return plan.mesh
+        case "micro" | "zero":
+            return getattr(plan, choice)
+        case "schedule":
+            return plan.schedule.kind
+    return getattr(plan.mesh, choice)
+
+
 def _others(plan: PlanData) -> Iterator[dict[str, Any]]:
     for choice, title in _CHOICES.items():
         rows = [_other(plan, other) for other in plan.others if other.choice == choice]
@@ -286,13 +324,11 @@ def _others(plan: PlanData) -> Iterator[dict[str, Any]]:
 
 
 def _other(plan: PlanData, other: OtherPlan) -> dict[str, str]:
-    value = {"micro": other.micro, "zero": other.zero, "schedule": other.schedule.kind, "mesh": str(other.mesh)}
-    label = value.get(other.choice) or getattr(other.mesh, other.choice, 0)
     chunks = f", {other.schedule.virtual} chunks" if other.schedule.virtual > 1 else ""
     tried = f"{other.mesh}, {other.micro} a microbatch, ZeRO-{other.zero}, {other.schedule.kind}{chunks}"
     best_s = plan.predicted.step_time_s
     return {
-        "value": str(label),
+        "value": str(_chosen(other, other.choice)),
         "tried": tried,
         "time": seconds(other.step_time_s) if other.step_time_s is not None else "does not fit",
         "more": f"{other.step_time_s / best_s - 1:+.1%}" if other.step_time_s is not None else "",
@@ -311,19 +347,6 @@ def _sure(plan: PlanData) -> Iterator[str]:
     most = max(sum(row.values()) for row in plan.predicted.memory)
     yield (
         f"Memory of {MEMORY.runs} published runs was predicted with a median error of {MEMORY.median:.1%}; 90% were "
-        f"within {MEMORY.most:.1%}, and {CONFIDENCE:.0%} needed less than {MOST_MEASURED:.2f} times what was predicted: "
+        f"within {MEMORY.most:.1%}, and {CONFIDENCE:.0%} needed less than {MOST_MEASURED:.2f} times the prediction: "
         f"here {MOST_MEASURED * most / GIB:.1f} GiB for the fullest rank's {most / GIB:.1f} GiB."
     )
-
-
-def compared_plans(plan: PlanData) -> Mapping[str, Any]:
-    """Return the facts that a page of two plans shows of each."""
-    found = facts(plan)
-    return {name: found[name] for name in ("title", "sentences", "tiles", "time", "memory", "notes")} | {
-        "recompute": recompute_text(plan)
-    }
-
-
-def names_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """Return the values of a key, each once, in order."""
-    return list(dict.fromkeys(str(row[key]) for row in rows))

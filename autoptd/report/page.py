@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from functools import cache
 from importlib.resources import files
@@ -12,6 +13,7 @@ from autoptd.explain.tables import gib, seconds, signed, words
 from autoptd.plans.data import PlanData
 from autoptd.report.drawing import drawing
 from autoptd.report.facts import facts
+from autoptd.text import printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -40,6 +42,11 @@ def comparison_page(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"
     )
 
 
+def framed(page: str) -> str:
+    """Return a page in a frame, for a notebook, whose own styles it leaves alone."""
+    return f'<iframe title="plan" srcdoc="{html.escape(page)}" style="width:100%;height:48rem;border:0"></iframe>'
+
+
 def _row(term: dict[str, Any], text: Any) -> dict[str, str]:
     change = term["difference"]
     sides = (text(term[name]) if term[name] else "–" for name in ("a", "b"))
@@ -51,6 +58,11 @@ def _script_data(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
+def _printable(value: object) -> object:
+    """Escape characters of a plan's texts that are not printable."""
+    return printable(value) if type(value) is str else value  # not of `Markup`
+
+
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -60,6 +72,7 @@ def _environment() -> Environment:
         loader=PackageLoader("autoptd.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )

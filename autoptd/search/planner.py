@@ -112,6 +112,7 @@ class Planner:
                 bound_s = self._visit(others)
         if self._best is None:
             raise self._nothing_fits(len(possible))
+        planned = self._runners_up() if self.task.others else ()
         best, c = self._best, self._best.candidate
         if c.offload and not self._method.offload:  # no more of it than each rank needs
             trimmed = simulated(self._stages(c).trimmed(best, (0.0, *SHARES)))
@@ -120,12 +121,21 @@ class Planner:
         with self.progress.stage("prove the schedule"):
             prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
         tensors = self._splitter.tensors[self._splitter.key_of(c)]
-        others = self._runners_up(c) if self.task.others else ()
-        return Answer(best, tensors, len(possible), self._visited, gap, self._splitter.question(c), self.known, others)
+        return Answer(best, tensors, len(possible), self._visited, gap, self._splitter.question(c), self.known, planned)
 
-    def _runners_up(self, best: Candidate) -> tuple[RunnerUp, ...]:
+    def _runners_up(self) -> tuple[RunnerUp, ...]:
+        """Plan the runners-up; one that is better becomes the best."""
+        assert self._best is not None
         with self.progress.stage("plan the runners-up"):
-            return runners_up(self._queue.entries, best, lambda c: self.predict(c).seconds)
+            best = self._best.candidate
+            found = runners_up(self._queue.entries, best, self._tried_s)
+            return found if self._best.candidate == best else self._runners_up()
+
+    def _tried_s(self, c: Candidate) -> float:
+        found = self.predict(c)
+        if found.seconds < self._best_s:
+            self._best = found
+        return found.seconds
 
     def predict(self, candidate: Candidate) -> Staged:
         """Split, cut and simulate one candidate; its schedule is not proved.

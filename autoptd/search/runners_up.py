@@ -37,7 +37,7 @@ def runners_up(
 ) -> tuple[RunnerUp, ...]:
     """Return the most promising other meshes, then, for each choice, its other values, in order.
 
-    `predict`: returns the seconds of a candidate's plan, or raises AutoptdError."""
+    `predict`: returns the seconds of a candidate's plan, or raises AutoptdError. The entries keep them."""
     ordered = sorted(entries, key=lambda e: min(e.found_s, e.bound_s))
     groups: dict[tuple[str, object], list[QueueEntry]] = {}
     for choice in ("mesh", *CHOICES):
@@ -47,16 +47,13 @@ def runners_up(
         by_value.pop(_value(best, choice), None)
         kept = list(by_value)[: _MESHES if choice == "mesh" else _VALUES]
         groups |= {(choice, value): by_value[value] for value in (kept if choice == "mesh" else sorted(kept))}  # type: ignore[type-var]
-    found = {id(e): e.found_s for e in ordered}
     for e in (e for group in groups.values() for e in _promising(group)):
-        if found[id(e)] == NEVER and e.bound_s < NEVER:
+        if e.found_s == NEVER and e.bound_s < NEVER:
             with suppress(AutoptdError):
-                found[id(e)] = predict(e.candidate)
-    tried = {key: min(group, key=lambda e: (found[id(e)], e.bound_s)) for key, group in groups.items()}
-    return tuple(
-        RunnerUp(choice, e.candidate, found[id(e)], groups[choice, value][0].bound_s)
-        for (choice, value), e in tried.items()
-    )
+                e.found_s = predict(e.candidate)
+    tried = {key: min(group, key=lambda e: (e.found_s, e.bound_s)) for key, group in groups.items()}
+    least_s = {key: min(e.bound_s for e in group) for key, group in groups.items()}
+    return tuple(RunnerUp(key[0], e.candidate, e.found_s, least_s[key]) for key, e in tried.items())
 
 
 def _promising(group: Sequence[QueueEntry]) -> list[QueueEntry]:

@@ -79,8 +79,9 @@ def test_strings_are_shown_as_they_are_written(
 
 def test_a_notebook_shows_no_markup_of_a_plan() -> None:
     plan = sample_plan(notes=("<script>alert(1)</script>\x1b[31m\u202e",))
-    page = plan._repr_html_()
-    assert "<script" not in page and "&lt;script&gt;" in page and plain(page)
+    framed, page = plan._repr_html_(), plan.to_html()
+    assert framed.count("<") == framed.count("</iframe>") + 1  # of the frame alone
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page and plain(framed) and plain(page)
 
 
 # --- what a plan may cost -----------------------------------------------------------------------------------------

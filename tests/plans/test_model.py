@@ -389,7 +389,8 @@ def test_time_is_sorted_and_has_shares():
 
 def test_a_notebook_gets_escaped_text():
     page = sample_plan(model="<b>")._repr_html_()
-    assert page.startswith("<pre>&lt;b&gt; on 8")
+    assert page.startswith("<iframe ")
+    assert "&lt;h1&gt;&amp;lt;b&amp;gt; on 8" in page
 
 
 def test_fold_names():

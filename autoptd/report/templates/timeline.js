@@ -46,7 +46,7 @@ for (const canvas of document.querySelectorAll("canvas.timeline")) {
       pen.fillText(readable(t / units * data.seconds), i ? at : left, height - 6);
     }
   }
-  const readable = s => s >= 1 ? s.toPrecision(4) + " s" : s >= 1e-3 ? (s * 1e3).toPrecision(4) + " ms" : (s * 1e6).toPrecision(3) + " µs";
+  const readable = s => !s ? "0" : s >= 1 ? s.toPrecision(4) + " s" : s >= 1e-3 ? (s * 1e3).toPrecision(4) + " ms" : (s * 1e6).toPrecision(3) + " µs";
   function view(a, b) {
     const size = Math.min(units, Math.max(units / 5000, b - a));
     from = Math.max(0, Math.min(units - size, a)); to = from + size; draw();

@@ -1,4 +1,4 @@
-"""How far predictions were from published runs: the figures of docs/accuracy.md, which plans and reports quote."""
+"""Errors of predictions for published runs: the figures of docs/accuracy.md, which reports quote."""
 
 from __future__ import annotations
 

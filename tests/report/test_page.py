@@ -1,0 +1,314 @@
+"""The report page: its numbers are the plan's, it asks for nothing, and it answers a newcomer's questions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import autoptd
+from autoptd.cli.main import main
+from autoptd.cost_models.memory import MOST_MEASURED
+from autoptd.explain.tables import GIB, seconds
+from autoptd.explain.timeline import simulate_plan
+from autoptd.models.load import load_model
+from autoptd.plans.model import Plan
+from autoptd.report.accuracy import MEMORY, STEP_TIME
+from autoptd.report.drawing import KINDS, UNITS, drawing
+from autoptd.report.facts import axes, facts, layers, ranks_of
+from autoptd.report.page import comparison_page
+from autoptd.text import ranges
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# a deep pipeline with recomputation; one of chunks; experts; an encoder-decoder on a part of a node
+QUESTIONS = {
+    "llama3-70b": {"world": 512, "fix": {"tp": 8, "pp": 8, "micro": 1, "cp": 1, "zero": 1, "schedule": "1f1b"}},
+    "gpt3-175b": {"world": 64, "fix": {"tp": 4, "pp": 16, "micro": 1, "cp": 1, "zero": 1, "virtual": 2, "offload": 0}},
+    "mixtral-8x7b": {"world": 64, "fix": {"ep": 8, "tp": 1, "pp": 4, "micro": 1, "zero": 1, "cp": 1, "virtual": 4}},
+    "t5-3b": {"world": 4, "batch": 32, "fix": {"micro": 2, "zero": 1, "cp": 1, "schedule": "1f1b"}},
+}
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    found = {}
+    for name, question in QUESTIONS.items():
+        model, _ = load_model(name)
+        given = {"cluster": "dgx-h100", "others": name == "t5-3b", **question}
+        found[name] = autoptd.plan(model, **given).model_copy(update={"model": name})
+    return found
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes and texts; fails for elements that are not closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.shown: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open) and data.strip():
+            self.shown.append(" ".join(data.split()))
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.shown)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_its_numbers_are_those_of_the_plan(name: str, plans: dict[str, Plan]):
+    plan, page = plans[name], Page(plans[name].to_html())
+    for sentence in plan.explain().split("\n\n")[0].replace("\n", " ").split("  "):
+        assert sentence.split(", ZeRO")[0] in page.text
+    for value in plan.predicted.time_s.values():
+        assert not value or seconds(value) in page.text
+    rows = facts(plan)["memory"]["rows"]
+    for row, held in zip(rows, plan.predicted.memory, strict=True):
+        assert row["total"] == pytest.approx(sum(held.values()) / GIB)
+        assert sum(size for _, size, _ in row["parts"]) == pytest.approx(row["total"])
+        assert row["sure"] == pytest.approx(MOST_MEASURED * row["total"])
+        assert all(share <= 1 for _, _, share in row["parts"])
+        assert f"{row['total']:.1f} {100 * row['of_device']:.0f}% {row['sure']:.1f}" in page.text
+    assert {row["name"] for row in facts(plan)["parameters"]} <= set(page.shown)
+    for note in plan.notes:
+        assert " ".join(note.split()) in page.text
+    for other in plan.others:
+        assert str(other.mesh) in page.text
+        assert other.step_time_s is None or seconds(other.step_time_s) in page.text
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_it_asks_for_nothing_and_is_small(name: str, plans: dict[str, Plan]):
+    page = plans[name].to_html()
+    assert len(page.encode()) <= 1_500_000
+    for tag, attributes in Page(page).elements:
+        assert tag not in ("img", "iframe", "object", "embed")
+        asked = {attributes.get(key, "") for key in ("src", "href", "srcset", "data", "action")}
+        assert all(not url or url.startswith(("#", "data:,")) for url in asked), (tag, attributes)
+    assert "http:" not in page
+    assert "https:" not in page.split("<main>")[0]
+    assert not re.search(r"@import|url\(", page)
+
+
+def test_text_of_a_plan_file_cannot_become_markup(plans: dict[str, Plan]):
+    hostile = "</script><script>alert(1)</script><b onclick='x'>&amp;"
+    plan = plans["t5-3b"].model_copy(update={"model": hostile, "notes": (hostile,)})
+    for page in (plan.to_html(), comparison_page(plan, plans["t5-3b"], (hostile, "B"))):
+        assert "<script>alert" not in page
+        assert "<b onclick" not in page
+        assert hostile in " ".join(Page(page).shown) or "</script><script>alert(1)</script>" in Page(page).text
+    assert "<script>alert" not in plan._repr_html_()
+
+
+def test_a_newcomer_finds_the_answers(plans: dict[str, Plan]):
+    plan = plans["llama3-70b"]
+    text = Page(plan.to_html()).text
+    held = [i for i, segment in enumerate(plan.segments) if ".layers.40." in segment]
+    stages = [i for i, s in enumerate(plan.stages) if any(s.first <= at <= s.last for at in held)]
+    spans = " and ".join(f"{ranks_of(plan, stage)[0]}–{ranks_of(plan, stage)[-1]}" for stage in stages)
+    assert f"model.layers.40 {ranges(stages)} {spans}" in text  # which ranks hold layer 40
+    assert "activations, which grow with the samples of a microbatch" in text  # what limits the batch
+    assert re.search(r"With twice the devices \(1,024\) .* times as fast", text)  # what twice the GPUs would give
+    assert f"{MOST_MEASURED * max(sum(row.values()) for row in plan.predicted.memory) / GIB:.1f} GiB" in text
+    assert f"median error of {MEMORY.median:.1%}" in text  # how sure is the memory
+
+
+def test_it_says_why_by_what_other_values_take(plans: dict[str, Plan]):
+    plan = plans["t5-3b"]
+    others = {o.mesh.tp: o.step_time_s for o in plan.others if o.choice == "tp" and o.step_time_s}
+    assert others
+    line = next(line for line in facts(plan)["why"] if line.startswith(f"tp {plan.mesh.tp}:"))
+    for tp, time_s in others.items():
+        assert f"{time_s / plan.predicted.step_time_s - 1:+.1%} with {tp}" in line
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_rank_holds_what_the_page_says(name: str, plans: dict[str, Plan]):
+    plan = plans[name]
+    drawn = {place["rank"]: place for node in facts(plan)["nodes"]["drawn"] for place in node["places"]}
+    mesh = plan.mesh
+    for rank, place in drawn.items():
+        own = ((place["pp"] * mesh.dp + place["dp"]) * mesh.cp + place["cp"]) * mesh.tp + place["tp"]
+        assert own == rank
+        for stage in plan.route.stages_of(place["pp"]):
+            assert rank in ranks_of(plan, stage)
+    assert len(drawn) == plan.world
+    held = sum(len(plan.route.stages_of(rank)) for rank in range(mesh.pp))
+    assert held == len(plan.stages)
+    assert [row["layer"] for row in layers(plan)]
+
+
+def test_axes_lie_on_the_links_that_their_groups_span(plans: dict[str, Plan]):
+    found = {axis["axis"]: (axis["size"], axis["apart"], axis["link"]) for axis in axes(plans["llama3-70b"])}
+    assert found["tp"] == (8, "neighbours", "NVLink 4")
+    assert found["dp"] == (8, "8 ranks apart", "InfiniBand NDR")
+    assert found["pp"] == (8, "64 ranks apart", "InfiniBand NDR")
+    experts = {axis["axis"]: axis for axis in axes(plans["mixtral-8x7b"])}
+    assert experts["ep"] == {"axis": "ep", "size": 8, "apart": "neighbours", "link": "NVLink 4"}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_timeline_is_the_simulated_step(name: str, plans: dict[str, Plan]):
+    plan = plans[name]
+    drawn = drawing(plan)
+    assert drawn is not None
+    _, timeline = simulate_plan(plan)
+    assert drawn["seconds"] == timeline.makespan_s
+    for rank, row in enumerate(drawn["ranks"]):
+        record = timeline.records[rank]
+        wanted = {
+            (KINDS.index(a.kind), a.chunk, -1 if a.microbatch is None else a.microbatch): (start_s, end_s)
+            for a, start_s, end_s in zip(record.actions, record.starts_s, record.ends_s, strict=True)
+            if a.kind in KINDS and end_s > start_s
+        }
+        events = [tuple(row[i : i + 5]) for i in range(0, len(row), 5)]
+        assert drawn["hidden"] or len(events) == len(wanted)
+        for kind, chunk, microbatch, start, length in events:
+            start_s, end_s = wanted[kind, chunk, microbatch]
+            assert start * timeline.makespan_s / UNITS == pytest.approx(start_s, abs=2e-6 * timeline.makespan_s)
+            assert (start + length) * timeline.makespan_s / UNITS == pytest.approx(
+                end_s, abs=3e-6 * timeline.makespan_s
+            )
+        assert all(a[3] <= b[3] for a, b in pairwise(events))
+    again = sum(chunk[1] for rank in drawn["shares"] for chunk in rank)
+    assert (again > 0) == any(stage.recompute for stage in plan.stages)
+
+
+def test_of_a_long_step_the_start_and_the_end_are_drawn(plans: dict[str, Plan]):
+    plan = plans["gpt3-175b"]
+    drawn = drawing(plan)
+    assert drawn is not None
+    assert drawn["hidden"]
+    start, end = drawn["hidden"]
+    assert 0 < start < end < UNITS
+    for row in drawn["ranks"]:
+        assert all(row[i + 3] + row[i + 4] <= start or row[i + 3] >= end for i in range(0, len(row), 5))
+        assert row[3] < start
+        assert row[-2] >= end
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of two colours `#rrggbb` (WCAG 2.2, relative luminance)."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_is_readable_in_light_and_dark():
+    style = (ROOT / "autoptd" / "report" / "templates" / "page.css").read_text("utf-8")
+    light, dark = (dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", part)) for part in style.split("@media")[:2])
+    for colors in (light, dark):
+        for text, ground in (
+            ("text", "page"),
+            ("text", "panel"),
+            ("soft", "page"),
+            ("soft", "panel"),
+            ("accent", "page"),
+        ):
+            assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground)
+        for mark in ("forward", "backward", "again", "comm", "optimizer", "limit"):
+            assert contrast(colors[mark], colors["page"]) >= 3, mark
+
+
+def test_everything_is_labelled(plans: dict[str, Plan]):
+    for page in (plans["llama3-70b"].to_html(), comparison_page(plans["t5-3b"], plans["llama3-70b"])):
+        found = Page(page).elements
+        assert ("html", {"lang": "en"}) in found
+        ids = [attributes["id"] for _, attributes in found if "id" in attributes]
+        assert len(ids) == len(set(ids))
+        for tag, attributes in found:
+            if tag == "canvas":
+                assert attributes["aria-label"]
+                assert attributes["tabindex"] == "0"
+                assert {attributes["data-from"], attributes["data-says"]} <= set(ids)
+            if tag == "a":
+                assert attributes["href"].removeprefix("#") in ids
+        levels = [int(tag[1]) for tag, _ in found if re.fullmatch(r"h\d", tag)]
+        assert levels[0] == 1
+        assert all(b <= a + 1 for a, b in pairwise(levels))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize("name", ["llama3-70b", "mixtral-8x7b", "t5-3b", "two plans"])
+def test_a_browser_opens_it(name: str, plans: dict[str, Plan], tmp_path: Path):
+    file = tmp_path / "plan.html"
+    two = comparison_page(plans["t5-3b"], plans["llama3-70b"])
+    file.write_text(two if name == "two plans" else plans[name].to_html(), "utf-8")
+    # the page's own script tells that it has drawn, and whether a row of the page is wider than a telephone
+    probe = (
+        "<script>document.title=[...document.querySelectorAll('canvas')].map(c=>c.height>20).join()+'|'"
+        "+(document.documentElement.scrollWidth<=window.innerWidth)</script></body>"
+    )
+    file.write_text(file.read_text("utf-8").replace("</body>", probe), "utf-8")
+    log = tmp_path / "log"
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=500,900", f"--log-net-log={log}"]
+    found = subprocess.run(
+        [*command, "--virtual-time-budget=2000", "--dump-dom", file.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "CONSOLE" not in found.stderr
+    drawn, _, narrow = re.findall(r"<title>(.*?)</title>", found.stdout)[-1].partition("|")
+    assert set(drawn.split(",")) == {"true"}
+    assert narrow == "true"
+
+
+def test_the_commands_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    given = ["--world", "8", "--cluster", "dgx-h100", "--fix", "tp=1,cp=1,zero=1,schedule=1f1b"]
+    assert main(["plan", "nanogpt", *given, "-o", "a.json", "--html", "a.html"]) == 0
+    assert "a.json and a.html" in capsys.readouterr().out
+    assert Plan.load("a.json").others
+    assert main(["report", "a.json", "-o", "b.html"]) == 0
+    assert Path("a.html").read_text("utf-8") == Path("b.html").read_text("utf-8")
+    assert main(["plan", "nanogpt", *given, "--batch", "128", "-o", "c.json"]) == 0
+    assert not Plan.load("c.json").others
+    assert "--others" in Page(Plan.load("c.json").to_html()).text
+    assert main(["compare", "a.json", "c.json", "--html", "d.html"]) == 1
+    assert "than" in Page(Path("d.html").read_text("utf-8")).text
+    capsys.readouterr()
+    assert main(["report", "a.json", "-o", "missing/x.html"]) == 2
+    assert "missing" in capsys.readouterr().err
+    assert main(["report", "a.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"page": "a.html"}
+
+
+def test_quoted_errors_are_those_of_the_accuracy_page():
+    row = next(
+        line
+        for line in (ROOT / "docs" / "accuracy.md").read_text("utf-8").splitlines()
+        if line.startswith("| all rows")
+    )
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[2].startswith(f"{STEP_TIME.runs} of")
+    assert cells[3:5] == [f"{STEP_TIME.median:.1%}", f"{STEP_TIME.most:.1%}"]
+    assert cells[7:9] == [f"{MEMORY.median:.1%}", f"{MEMORY.most:.1%}"]
