@@ -27,6 +27,10 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if arguments.memory and arguments.op:
         raise UsageError("--memory and --op are two different reports", fix="give one of them")
     plan = Plan.load(arguments.plan)
+    if arguments.svg:
+        from autoptd.report.pictures import memory_picture
+
+        memory_picture(plan, Path(arguments.svg))
     if arguments.memory:
         return _memory(arguments, plan)
     if arguments.op:

@@ -113,6 +113,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.trace:
         refuse_unwritable(Path(arguments.trace))
         refuse_untraceable(plan)
+    if arguments.svg:
+        from autoptd.report.pictures import timeline_picture
+
+        if arguments.schedule or arguments.virtual:
+            raise UsageError("--svg draws the plan's own schedule", fix="leave out --schedule and --virtual")
+        timeline_picture(plan, Path(arguments.svg))
     schedule, timeline = simulate_plan(plan, arguments.schedule, arguments.virtual)
     if arguments.trace:
         from autoptd.cost_models.perfetto import trace_text
@@ -124,6 +130,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
         show(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width()))
         if arguments.trace:
             show(f"\ntrace saved to {arguments.trace}; open it at ui.perfetto.dev")
+        if arguments.svg:
+            show(f"\npicture saved to {arguments.svg}")
     return DONE
 
 
@@ -283,6 +291,7 @@ def _parser() -> _Parser:
     explain = command("explain", run_explain, "show a plan: what it does and what it costs")
     explain.add_argument("plan", metavar="PLAN", help="a plan file")
     explain.add_argument("--all", action="store_true", help=_ALL_HELP)
+    explain.add_argument("--svg", metavar="FILE", help="save a picture of the memory; needs matplotlib")
     explain.add_argument("--memory", action="store_true", help="show memory as formulas; traces the model")
     explain.add_argument("--op", metavar="NAME", help="show the alternatives to its split; traces the model")
     explain.add_argument("--model", metavar="MODEL", help=f"for --memory, --op: {_MODEL_HELP} (default: the plan's)")
@@ -297,6 +306,7 @@ def _parser() -> _Parser:
     simulate.add_argument("plan", metavar="PLAN", help="a plan file")
     simulate.add_argument("--schedule", choices=SCHEDULE_KINDS, help="the schedule to simulate (default: the plan's)")
     simulate.add_argument("--virtual", type=count, metavar="N", help="equal chunks per rank (with interleaved)")
+    simulate.add_argument("--svg", metavar="FILE", help="save a picture of the timeline; needs matplotlib")
     simulate.add_argument("--trace", metavar="FILE", help="save a trace for ui.perfetto.dev or chrome://tracing")
     emit = command("emit", _emit, "write the program of each stage as Python files")
     emit.add_argument("plan", metavar="PLAN", help="a plan file")
@@ -364,6 +374,7 @@ def _add_answers(plan: argparse.ArgumentParser) -> None:
     many.add_argument("--pareto", action="store_true", help="the fastest plan for less and less device memory")
     many.add_argument("--pins", action="store_true", help="the cost of each constraint: the plan without it")
     many.add_argument("--sensitivity", action="store_true", help="the best plan if a rate or the memory is 20%% off")
+    plan.add_argument("--svg", metavar="FILE", help="with --sweep or --pareto: save a picture; needs matplotlib")
     plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="with --sweep: add costs to the table")
     plan.add_argument("--why", action="store_true", help="if nothing fits: try every remedy, however long it takes")
 

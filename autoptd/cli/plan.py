@@ -75,6 +75,14 @@ def _check(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]]) -> 
         raise UsageError("--price-per-gpu-hour is for --sweep", fix="add --sweep world=8,16,…")
     for file in filter(None, (arguments.out, arguments.html)):
         refuse_unwritable(Path(file))
+    if arguments.svg:
+        from autoptd.report.pictures import refuse_unpictured
+
+        if not many:
+            raise UsageError(
+                "--svg is for --sweep and --pareto", fix="draw a saved plan: autoptd simulate PLAN --svg FILE"
+            )
+        refuse_unpictured(Path(arguments.svg))
 
 
 def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], progress: Progress) -> PlanQuery:
@@ -147,6 +155,10 @@ def _sweep(arguments: argparse.Namespace, query: PlanQuery, over: dict[str, Any]
     if arguments.batch is None and "batch" not in over:
         of = f"{query.world}, the largest world, at every point" if len(over.get("world", ())) > 1 else str(query.world)
         notes.append(f"batch was not given: {query.batch} samples, 8 × {of}")
+    if arguments.svg:
+        from autoptd.report.pictures import sweep_picture
+
+        sweep_picture([point.to_data() for point in points], Path(arguments.svg), _title(query, over))
     if arguments.json:
         print_json({"points": [point.to_data() for point in points], "notes": notes})
     else:
@@ -158,6 +170,10 @@ def _pareto(arguments: argparse.Namespace, query: PlanQuery, progress: Progress)
     from autoptd.answers.pareto import frontier, pareto_text
 
     found = frontier(query, time_limit_s=_PARETO_S, progress=progress)
+    if arguments.svg:
+        from autoptd.report.pictures import frontier_picture
+
+        frontier_picture(found.to_data()["points"], Path(arguments.svg), _title(query))
     if arguments.json:
         print_json(found.to_data())
     else:

@@ -18,8 +18,8 @@ _EVENTS = 24_000  # most that are drawn; of longer steps the first and the last
 KINDS = ("F", "B", "W", "REDUCE", "STEP", "GATHER", "SF", "SB")
 
 
-def drawing(plan: PlanData) -> dict[str, Any] | None:
-    """Return the events of each pipeline rank: kind, chunk, microbatch, start and length.
+def drawing(plan: PlanData, limit: int = _EVENTS) -> dict[str, Any] | None:
+    """Return at most `limit` events of the pipeline ranks: of each kind, chunk, microbatch, start and length.
 
     `shares`: of a pass on each chunk of each rank; `hidden`: where events were left out, if any were. None for a plan
     without times, or with too many passes to simulate in seconds."""
@@ -28,7 +28,7 @@ def drawing(plan: PlanData) -> dict[str, Any] | None:
     _, timeline = simulate_plan(plan)
     times, _ = stage_times(plan)
     whole_s = timeline.makespan_s
-    most = max(2, _EVENTS // len(timeline.records) // 2)
+    most = max(2, limit // len(timeline.records) // 2)
     rows, hidden, left_out = [], [UNITS, 0], False
     for record in timeline.records:
         events = list(_events(record, whole_s))

@@ -19,7 +19,7 @@ from autoptd.text import fold_table, ranges
 
 _AXES = ("tp", "cp", "dp", "pp")  # fastest in a rank's number first
 _NUMBERED = re.compile(r"^(.*?\.\d+)(?:\.|$)")
-_NODES = 64  # most nodes that are drawn one by one
+_NODES = 24  # most nodes that are drawn one by one
 _LEGEND = {
     "S": "a slice on each tp rank",
     "B": "whole on each tp rank",

@@ -153,7 +153,7 @@ def test_every_rank_holds_what_the_page_says(name: str, plans: dict[str, Plan]):
         assert own == rank
         for stage in plan.route.stages_of(place["pp"]):
             assert rank in ranks_of(plan, stage)
-    assert len(drawn) == plan.world
+    assert len(drawn) == (plan.world if plan.world <= 64 else 64)  # of many nodes one for each pipeline rank
     held = sum(len(plan.route.stages_of(rank)) for rank in range(mesh.pp))
     assert held == len(plan.stages)
     assert [row["layer"] for row in layers(plan)]
