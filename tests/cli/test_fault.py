@@ -17,6 +17,7 @@ COMMANDS = [
     (["explain", "PLAN"], "autoptd.plans.model.Plan.load"),
     (["compare", "PLAN", "PLAN"], "autoptd.explain.compare.compare"),
     (["simulate", "PLAN"], "autoptd.explain.timeline.simulate_plan"),
+    (["report", "PLAN", "-o", "OUT"], "autoptd.plans.model.plan_page"),
     (["emit", "PLAN", "--model", "gpt2", "-o", "OUT"], "autoptd.models.load.load_model"),
     (["verify", "PLAN", "--model", "gpt2"], "autoptd.verification.verdict.subject_of"),
     (["export", "PLAN", "--to", "json"], "autoptd.export.mapping.mapping"),

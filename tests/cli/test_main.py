@@ -216,7 +216,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
         (["plan", "gpt2", "--world", "8", "--sweep", "world=8,16"], "world is both swept and given"),
         (["plan", "gpt2", "--world", "8", "--sweep", "tp=1,2", "--fix", "tp=2"], "tp is both swept and given"),
         (["plan", "gpt2", *[w for n in ("world", "tp", "pp") for w in ("--sweep", f"{n}=1")]], "3 names are swept"),
-        (["plan", "gpt2", "--sweep", "world=8", "-o", "x.json"], "--sweep makes many plans, and -o saves one"),
+        (["plan", "gpt2", "--sweep", "world=8", "-o", "x.json"], "--sweep makes many plans, and -o is for one"),
         (["plan", "gpt2", "--world", "8", "--pareto", "--sensitivity"], "not allowed with argument --pareto"),
         (["plan", "gpt2", "--world", "8", "--price-per-gpu-hour", "2"], "--price-per-gpu-hour is for --sweep"),
         (["plan", "gpt2", "--sweep", "world=8", "--price-per-gpu-hour", "0"], "'0' is not a price"),
