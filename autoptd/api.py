@@ -34,7 +34,7 @@ from autoptd.passes.hidden_matrices import hidden_matrices
 from autoptd.passes.trace.loss import Targets
 from autoptd.plans.certificate import recheck
 from autoptd.plans.model import Plan
-from autoptd.progress import Progress, Silent
+from autoptd.progress import Progress, progress_of
 from autoptd.runtime.faults.heartbeat import Timeouts
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import Finite
@@ -55,7 +55,7 @@ def trace(
     loss_averaging: str | None = None,
     seq: int | None = None,
     precision: str = "bf16",
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> TracedModel:
     """Trace `model` once, for any number of calls of `plan` and `parallelize`, which take the result in its place.
 
@@ -70,7 +70,7 @@ def trace(
         targets=targets,
         seq=seq,
         precision=precision,
-        progress=progress or Silent(),
+        progress=progress_of(progress),
         loss_averaging=loss_averaging or "global",
     )
 
@@ -97,7 +97,7 @@ def plan(
     exact: bool = False,
     time_limit_s: float | None = None,
     others: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Plan:
     """Return the fastest plan found for training `model` on `world` devices within their memory.
 
@@ -133,11 +133,12 @@ def plan(
         exact: search until no better plan can exist, for small models. Otherwise `plan.notes` bounds the possible gain.
         time_limit_s: limit of the search once it has a plan; the result then depends on the machine's speed.
         others: plan the runners-up too (`Plan.others`): other meshes, and other values of each choice.
-        progress: receives the steps of the work. Default: silent.
+        progress: True shows the steps of the work on standard error, or in a notebook; an object with the methods of
+            `progress.Progress` receives them. Default: finished steps go to the log "autoptd", at level INFO.
 
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, or DoesNotFit with the memory that is short.
     """
-    progress = progress or Silent()
+    progress = progress_of(progress)
     check_sizes(world, batch)
     constraints, chosen, where = read_system(as_, fix, assume), optimizer_name(optimizer), _cluster(cluster)
     check_clip(clip_norm)
@@ -187,7 +188,7 @@ def parallelize(
     compile: bool | str | None = None,
     watch: Mapping[str, float] | bool = True,
     signed_by: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Parallel:
     """Plan, or take `plan`, generate the program, and under torchrun set this rank up for training.
 
@@ -217,7 +218,7 @@ def parallelize(
     Raises what `plan` raises; PlanFileError for a plan of another model, or one that no longer matches its certificate;
     PlanError for a plan that contradicts a keyword; SigningError for an unreadable key.
     """
-    progress = progress or Silent()
+    progress = progress_of(progress)
     running = _running_world()
     model, weights = _opened(model, weights)
     if plan is not None and not isinstance(plan, Plan):

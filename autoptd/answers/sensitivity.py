@@ -19,7 +19,7 @@ from autoptd.errors import DoesNotFit
 from autoptd.explain.choices import changes, short
 from autoptd.explain.tables import WIDTH, columns, render, seconds, section
 from autoptd.plans.model import Plan
-from autoptd.progress import Progress, Silent
+from autoptd.progress import Progress, Silent, counted
 
 FACTORS = (0.8, 1.2)
 _SAME = 1e-6  # of a step: smaller differences count as equal
@@ -110,11 +110,10 @@ def sensitivity(query: PlanQuery, chosen: Plan, progress: Progress | None = None
     """Return a reaction per property and factor. Raises what planning raises, except DoesNotFit, which is an answer."""
     progress = progress or Silent()
     found = []
-    for what, variant in variants(query.cluster).items():
-        for factor in FACTORS:
-            cluster = variant(factor)
-            with progress.stage(f"plan with {what} {factor - 1:+.0%}"):
-                found.append(_reaction(query, chosen, what, factor, cluster))
+    changed = [(what, factor, make(factor)) for what, make in variants(query.cluster).items() for factor in FACTORS]
+    for what, factor, cluster in counted(progress, f"plan for {len(changed)} changed clusters", changed):
+        with progress.stage(f"plan with {what} {factor - 1:+.0%}"):
+            found.append(_reaction(query, chosen, what, factor, cluster))
     return found
 
 

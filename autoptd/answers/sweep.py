@@ -19,7 +19,7 @@ from autoptd.answers.query import PlanQuery
 from autoptd.errors import AutoptdError, DoesNotFit, InputsError, PlanError
 from autoptd.explain.choices import short
 from autoptd.plans.model import Plan
-from autoptd.progress import Progress, Silent
+from autoptd.progress import Progress, Silent, counted
 
 PAYS = 0.5  # of the throughput per device at the first point: below it, adding devices no longer pays
 
@@ -122,7 +122,7 @@ def sweep(
         for values in product(*over.values())
     ]
     points: list[SweepPoint] = []
-    for values, point_query in point_queries:
+    for values, point_query in counted(progress, f"sweep {len(point_queries)} points", point_queries):
         with progress.stage("plan " + ", ".join(f"{name}={shown(value)}" for name, value in values.items())):
             found = _answer(point_query)
         alike = [p for p in points if p.plan is not None and _others(p.values) == _others(values)]

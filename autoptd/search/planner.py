@@ -161,8 +161,7 @@ class Planner:
             self._families.setdefault(c.family, []).append(c)
             self._alike.setdefault(self._splitter.alike(c), {}).setdefault(c.micro, []).append(entry)
         while (e := queue.pop()) is not None:
-            late = time.monotonic() - started > self.task.time_limit_s
-            if self._best is not None and late:
+            if self._best is not None and time.monotonic() - started > self.task.time_limit_s:
                 break
             ended = self.task.effort is not None and queue.has_ended(e)
             if e.bound_s >= self._best_s or (ended and e.step >= _CUT):
@@ -343,6 +342,7 @@ class Planner:
                 if found.seconds < self._best_s:
                     self._best = found
                     self._queue.prefer(found.candidate)
+                    self.progress.say(f"best so far {found.seconds:.3g} s a step")
         return e.bound_s
 
     def _refine(self, e: QueueEntry) -> float:
