@@ -23,7 +23,7 @@ from autoptd.passes.fold import Folded
 from autoptd.passes.graph import module_path
 from autoptd.passes.sharding.sharding import Sharding, ops_of, parameter_splits
 from autoptd.plans.model import Plan
-from autoptd.progress import Progress, Silent
+from autoptd.progress import Progress, Silent, counted
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.text import fold_table
@@ -111,6 +111,32 @@ def op_alternatives(
         with progress.stage(f"try the alternatives of {slot.name}"):
             found.append(OpAlternatives(slot, _alternatives(tensors, base, slot)))
     return found, slots[_MOST:]
+
+
+def parameter_reasons(plan: Plan, traced: TracedModel, progress: Progress | None = None) -> dict[str, str]:
+    """Return, for each parameter, what its other placements on the tp axis would cost, in words; empty with tp 1.
+
+    Raises PlanFileError for the plan of another model."""
+    if plan.mesh.tp == 1:
+        return {}
+    folded, sharding = traced.folded, read_sharding(traced, plan)
+    tensors = traced.known.tensors(sharding_query_of(plan, traced))
+    base = tensors.priced(sharding)
+    slots = list(dict.fromkeys(_parameters(folded, sharding, "*")))
+    found: dict[str, str] = {}
+    for slot in counted(progress or Silent(), "try the alternatives of each parameter", slots):
+        alternatives = [_reason(row) for row in _alternatives(tensors, base, slot) if not row.chosen]
+        text = "; ".join(alternatives) or "no other placement is possible"
+        found |= dict.fromkeys(_layers(folded, slot), text)
+    return found
+
+
+def _reason(row: Alternative) -> str:
+    """Return `B: +1.2 ms, +3.4 GiB saved for backward`."""
+    if row.total_s is None:
+        return f"{row.label}: not with its neighbours"
+    saved = f", {_bytes(row.kept_bytes)} saved for backward" if row.kept_bytes else ""
+    return f"{row.label}: {_time(row.total_s)}{saved}"
 
 
 # --- names --------------------------------------------------------------------------------------------------------

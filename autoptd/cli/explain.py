@@ -86,7 +86,14 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     out = Path(arguments.out or Path(arguments.plan).with_suffix(".html").name)
     refuse_unwritable(out)
-    write_whole(out, Plan.load(arguments.plan).to_html())
+    plan, reasons = Plan.load(arguments.plan), None
+    if arguments.why:
+        progress = progress_of(arguments)
+        traced = _model(arguments, plan, progress).traced()
+        from autoptd.answers.op_alternatives import parameter_reasons
+
+        reasons = parameter_reasons(plan, traced, progress)
+    write_whole(out, plan.to_html(reasons))
     if arguments.json:
         print_json({"page": str(out)})
     else:

@@ -298,6 +298,8 @@ def _parser() -> _Parser:
     report = command("report", run_report, "write a plan as an HTML page that needs no server")
     report.add_argument("plan", metavar="PLAN", help="a plan file")
     report.add_argument("-o", "--out", metavar="FILE", help="default: the plan's name with .html, in this folder")
+    report.add_argument("--why", action="store_true", help="what other placements would cost; traces the model")
+    report.add_argument("--model", metavar="MODEL", help=f"for --why: {_MODEL_HELP} (default: the plan's)")
     compare = command("compare", run_compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")
     compare.add_argument("b", metavar="B", help="another plan file")

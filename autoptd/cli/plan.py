@@ -126,7 +126,9 @@ def _one(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) ->
     if arguments.out:
         plan.save(arguments.out)
     if arguments.html:
-        write_whole(Path(arguments.html), plan.to_html())
+        from autoptd.answers.op_alternatives import parameter_reasons
+
+        write_whole(Path(arguments.html), plan.to_html(parameter_reasons(plan, query.traced, progress)))
     if arguments.sensitivity:
         from autoptd.answers.sensitivity import sensitivity, sensitivity_text
 

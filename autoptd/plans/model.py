@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError, model_validator
@@ -53,9 +54,11 @@ class Plan(PlanData):
         """Return a text that compares this plan with another, term by term."""
         return compare(self, other)
 
-    def to_html(self) -> str:
-        """Return the report of this plan: one HTML page that asks for nothing else."""
-        return plan_page(self)
+    def to_html(self, reasons: Mapping[str, str] | None = None) -> str:
+        """Return the report of this plan: one HTML page that asks for nothing else.
+
+        `reasons`: parameter -> why it is placed as it is, from `answers.op_alternatives.parameter_reasons`."""
+        return plan_page(self, reasons)
 
     def _repr_html_(self) -> str:
         return framed(self.to_html())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,10 @@ class Tile:
     note: str = ""
 
 
-def facts(plan: PlanData) -> dict[str, Any]:
-    """Return everything that a page shows of a plan, by section."""
+def facts(plan: PlanData, reasons: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return everything that a page shows of a plan, by section.
+
+    `reasons`: what the other placements of each parameter would cost, in words."""
     return {
         "title": headline(plan),
         "sentences": [steps(plan), prediction(plan), fullest_rank(plan), *method(plan).split("\n")],
@@ -62,7 +64,8 @@ def facts(plan: PlanData) -> dict[str, Any]:
         "layers": layers(plan),
         "time": _time(plan),
         "memory": _memory(plan),
-        "parameters": list(_parameters(plan)),
+        "parameters": list(_parameters(plan, reasons or {})),
+        "has_reasons": bool(reasons),
         "others": list(_others(plan)),
         "why": list(why(plan)),
         "several_devices": bool(plan.cluster.others),
@@ -276,9 +279,11 @@ def twice(plan: PlanData) -> str:
 # ---- why ----
 
 
-def _parameters(plan: PlanData) -> Iterator[dict[str, str]]:
-    for name, text in fold_table(plan.splits.parameters.items()):
-        yield {"name": name, "placement": text, "meaning": meaning(text)}
+def _parameters(plan: PlanData, reasons: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    texts = ((name, f"{text}\n{reasons.get(name, '')}") for name, text in plan.splits.parameters.items())
+    for name, text in fold_table(texts):
+        placement, _, reason = text.partition("\n")
+        yield {"name": name, "placement": placement, "meaning": meaning(placement), "reason": reason}
 
 
 def meaning(placement: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def plan_page(plan: PlanData) -> str:
-    """Return the report of a plan as one self-contained HTML page."""
-    return _environment().get_template("plan.html").render(facts(plan), drawing=_script_data(drawing(plan)))
+def plan_page(plan: PlanData, reasons: Mapping[str, str] | None = None) -> str:
+    """Return the report of a plan as one self-contained HTML page; `reasons` are those of `facts`."""
+    return _environment().get_template("plan.html").render(facts(plan, reasons), drawing=_script_data(drawing(plan)))
 
 
 def comparison_page(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> str:

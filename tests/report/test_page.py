@@ -15,7 +15,7 @@ import pytest
 import autoptd
 from autoptd.cli.main import main
 from autoptd.cost_models.memory import MOST_MEASURED
-from autoptd.explain.tables import GIB, seconds
+from autoptd.explain.tables import GIB, seconds, signed
 from autoptd.explain.timeline import simulate_plan
 from autoptd.models.load import load_model
 from autoptd.plans.model import Plan
@@ -312,3 +312,22 @@ def test_quoted_errors_are_those_of_the_accuracy_page():
     assert cells[2].startswith(f"{STEP_TIME.runs} of")
     assert cells[3:5] == [f"{STEP_TIME.median:.1%}", f"{STEP_TIME.most:.1%}"]
     assert cells[7:9] == [f"{MEMORY.median:.1%}", f"{MEMORY.most:.1%}"]
+
+
+def test_it_says_what_other_placements_would_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    fixed = "tp=2,pp=1,cp=1,zero=1,micro=4,offload=0"
+    assert main(["plan", "nanogpt", "--world", "4", "--fix", fixed, "-o", str(plan), "--html", str(page)]) == 0
+    capsys.readouterr()
+    assert main(["explain", str(plan), "--op", "blocks.0.attention.out.weight", "--json"]) == 0
+    (slot,) = json.loads(capsys.readouterr().out)["found"]
+    other = next(row for row in slot["alternatives"] if not row["chosen"])
+    shown = Page(page.read_text("utf-8"))
+    at = next(i for i, text in enumerate(shown.shown) if ".attention.out.weight" in text)
+    assert shown.shown[at + 1] == slot["chosen"]
+    takes = "same" if abs(other["total_s"]) < 1e-9 else signed(other["total_s"], seconds(other["total_s"]))
+    assert f"{other['choice']}: {takes}" in shown.shown[at + 3]
+    assert main(["report", str(plan), "--why", "-o", str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text("utf-8") == page.read_text("utf-8")
+    assert main(["report", str(plan), "-o", str(tmp_path / "short.html")]) == 0
+    assert "--why" in Page((tmp_path / "short.html").read_text("utf-8")).text
