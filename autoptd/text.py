@@ -5,6 +5,7 @@ h.0.fc.weight, h.1.fc.weight, h.2.fc.weight  ->  h.{0..2}.fc.weight
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from math import prod
 
@@ -18,6 +19,12 @@ def printable(text: str, keep: str = "\n") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def wrapped(text: str, width: int, indent: int = 0) -> str:
+    """Return lines of at most `width` columns, broken between words; those that go on are indented."""
+    lines = (textwrap.wrap(line, width, subsequent_indent=" " * indent) or [""] for line in text.split("\n"))
+    return "\n".join("\n".join(parts) for parts in lines)
 
 
 def fold_names(names: Iterable[str]) -> list[str]:

@@ -44,6 +44,7 @@ from autoptd.cli.verify import run_verify
 from autoptd.errors import AutoptdError, DoesNotFit
 from autoptd.passes.gc_pause import without_collector
 from autoptd.search.constraints.assumed import ASSUMABLE, SYSTEM_NAMES
+from autoptd.text import wrapped
 
 DONE, NO, BAD = 0, 1, 2
 _MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
@@ -184,7 +185,7 @@ def _clusters(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({cluster.name: cluster.to_data() for cluster in clusters})
     else:
-        show("\n\n".join(cluster.describe() for cluster in clusters))
+        show("\n\n".join(wrapped(cluster.describe(), width(), indent=10) for cluster in clusters))
     return DONE
 
 
@@ -267,8 +268,9 @@ def _parser() -> _Parser:
         "--loss-averaging",
         choices=["global", "per-microbatch", "per-microbatch-over-dp"],
         default="global",
+        metavar="HOW",
         help="global (default): the loss of the whole batch, or an error; else terms that are no sums are averaged "
-        "over microbatches, of one dp rank or of all together",
+        "over microbatches, of one dp rank (per-microbatch) or of all together (per-microbatch-over-dp)",
     )
     plan.add_argument(
         "--optimizer",
@@ -306,7 +308,12 @@ def _parser() -> _Parser:
     compare.add_argument("--html", metavar="FILE", help="also write them side by side as an HTML page")
     simulate = command("simulate", _simulate, "simulate one step of a plan and show where its time goes")
     simulate.add_argument("plan", metavar="PLAN", help="a plan file")
-    simulate.add_argument("--schedule", choices=SCHEDULE_KINDS, help="the schedule to simulate (default: the plan's)")
+    simulate.add_argument(
+        "--schedule",
+        choices=SCHEDULE_KINDS,
+        metavar="KIND",
+        help=f"the schedule to simulate (default: the plan's): {', '.join(SCHEDULE_KINDS)}",
+    )
     simulate.add_argument("--virtual", type=count, metavar="N", help="equal chunks per rank (with interleaved)")
     simulate.add_argument("--svg", metavar="FILE", help="save a picture of the timeline; needs matplotlib")
     simulate.add_argument("--trace", metavar="FILE", help="save a trace for ui.perfetto.dev or chrome://tracing")

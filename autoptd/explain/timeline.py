@@ -13,6 +13,7 @@ from autoptd.errors import PlanError
 from autoptd.explain.tables import seconds
 from autoptd.plans.data import PlanData
 from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists
+from autoptd.text import wrapped
 
 _TRACED = 50_000  # most forward passes in a trace, 100 MB
 LEAST_COLUMNS = 3  # of the shortest forward pass, for a readable picture
@@ -130,14 +131,13 @@ def report(plan: PlanData, schedule: Schedule, timeline: Timeline, kind: str, wi
     virtual = chunks_of(schedule)
     chunks = f" of {virtual} chunks each" if virtual > 1 else ""
     exposed = ", ".join(f"{stream} {_time(value)}" for stream, value in timeline.exposed_s.items())
-    lines = [
+    headline = [
         f"{plan.model}: {kind}, {_count(plan.mesh.pp, 'stage')}{chunks} × "
         f"{_count(plan.schedule.microbatches, 'microbatch')}",
         f"step {_time(timeline.makespan_s)}, bubble {timeline.bubble:.1%}; "
         f"exposed on the busiest stage, {timeline.critical}: {exposed}",
-        "",
-        *_table(schedule, timeline),
     ]
+    lines = [*(wrapped(line, width) for line in headline), "", *_table(schedule, timeline)]
     if drawn := picture(timeline, width):
         lines += ["", *drawn]
     return "\n".join(lines) + "\n"
