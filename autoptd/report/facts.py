@@ -341,17 +341,25 @@ def _other(plan: PlanData, other: OtherPlan) -> dict[str, str]:
     }
 
 
-def _sure(plan: PlanData) -> Iterator[str]:
-    yield (
-        f"Step times of {STEP_TIME.runs} published runs of hand-tuned systems were predicted with a median error of "
-        f"{STEP_TIME.median:.1%}; 90% were within {STEP_TIME.most:.1%}. This step: "
-        f"{seconds(plan.predicted.step_time_s)}, between "
-        f"{seconds(plan.predicted.step_time_s * (1 - STEP_TIME.most))} and "
-        f"{seconds(plan.predicted.step_time_s * (1 + STEP_TIME.most))} at 90%."
-    )
+def _sure(plan: PlanData) -> Iterator[dict[str, Any]]:
+    """Yield, of the step time and of memory, a sentence, and the place of the prediction between its bounds."""
+    step_s = plan.predicted.step_time_s
+    low, high = (step_s * (1 + sign * STEP_TIME.most) for sign in (-1, 1))
+    yield {
+        "what": "step",
+        "texts": [seconds(low), seconds(step_s), seconds(high)],
+        "at": 0.5,
+        "sentence": f"Step times of {STEP_TIME.runs} published runs of hand-tuned systems were predicted with a median "
+        f"error of {STEP_TIME.median:.1%}; 90% were within {STEP_TIME.most:.1%}: here between {seconds(low)} and "
+        f"{seconds(high)}.",
+    }
     most = max(sum(row.values()) for row in plan.predicted.memory)
-    yield (
-        f"Memory of {MEMORY.runs} published runs was predicted with a median error of {MEMORY.median:.1%}; 90% were "
-        f"within {MEMORY.most:.1%}, and {CONFIDENCE:.0%} needed less than {MOST_MEASURED:.2f} times the prediction: "
-        f"here {MOST_MEASURED * most / GIB:.1f} GiB for the fullest rank's {most / GIB:.1f} GiB."
-    )
+    low, high = most * (1 - MEMORY.most), most * MOST_MEASURED
+    yield {
+        "what": "memory",
+        "texts": [f"{size / GIB:.1f} GiB" for size in (low, most, high)],
+        "at": (most - low) / (high - low) if high > low else 0.5,
+        "sentence": f"Memory of {MEMORY.runs} published runs was predicted with a median error of {MEMORY.median:.1%}; "
+        f"90% were within {MEMORY.most:.1%}, and {CONFIDENCE:.0%} needed less than {MOST_MEASURED:.2f} times the "
+        f"prediction: here {high / GIB:.1f} GiB for the fullest rank's {most / GIB:.1f} GiB.",
+    }
