@@ -344,14 +344,16 @@ def _other(plan: PlanData, other: OtherPlan) -> dict[str, str]:
 def _sure(plan: PlanData) -> Iterator[dict[str, Any]]:
     """Yield, of the step time and of memory, a sentence, and the place of the prediction between its bounds."""
     step_s = plan.predicted.step_time_s
-    low, high = (step_s * (1 + sign * STEP_TIME.most) for sign in (-1, 1))
+    rows = f"mixtures in {'fp8' if plan.method.fp8 else 'bf16'}" if plan.mesh.ep > 1 else "all rows"
+    known = STEP_TIME[rows]
+    models = "dense models" if plan.mesh.ep == 1 else f"mixtures of experts in {rows.split()[-1]}"
+    low, high = (step_s * (1 + sign * known.most) for sign in (-1, 1))
     yield {
         "what": "step",
         "texts": [seconds(low), seconds(step_s), seconds(high)],
         "at": 0.5,
-        "sentence": f"Step times of {STEP_TIME.runs} published runs of hand-tuned systems were predicted with a median "
-        f"error of {STEP_TIME.median:.1%}; 90% were within {STEP_TIME.most:.1%}: here between {seconds(low)} and "
-        f"{seconds(high)}.",
+        "sentence": f"Step times of {known.runs} published runs of {models} were predicted with a median error of "
+        f"{known.median:.1%}; 90% were within {known.most:.1%}: here between {seconds(low)} and {seconds(high)}.",
     }
     most = max(sum(row.values()) for row in plan.predicted.memory)
     low, high = most * (1 - MEMORY.most), most * MOST_MEASURED
@@ -359,7 +361,7 @@ def _sure(plan: PlanData) -> Iterator[dict[str, Any]]:
         "what": "memory",
         "texts": [f"{size / GIB:.1f} GiB" for size in (low, most, high)],
         "at": (most - low) / (high - low) if high > low else 0.5,
-        "sentence": f"Memory of {MEMORY.runs} published runs was predicted with a median error of {MEMORY.median:.1%}; "
+        "sentence": f"Memory of {MEMORY.runs} published runs of dense models was predicted with a median error of {MEMORY.median:.1%}; "
         f"90% were within {MEMORY.most:.1%}, and {CONFIDENCE:.0%} needed less than {MOST_MEASURED:.2f} times the "
         f"prediction: here {high / GIB:.1f} GiB for the fullest rank's {most / GIB:.1f} GiB.",
     }
