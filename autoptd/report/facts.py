@@ -361,7 +361,8 @@ def _sure(plan: PlanData) -> Iterator[dict[str, Any]]:
         "what": "memory",
         "texts": [f"{size / GIB:.1f} GiB" for size in (low, most, high)],
         "at": (most - low) / (high - low) if high > low else 0.5,
-        "sentence": f"Memory of {MEMORY.runs} published runs of dense models was predicted with a median error of {MEMORY.median:.1%}; "
+        "sentence": f"Memory of {MEMORY.runs} published runs of dense models was predicted with a median error of "
+        f"{MEMORY.median:.1%}; "
         f"90% were within {MEMORY.most:.1%}, and {CONFIDENCE:.0%} needed less than {MOST_MEASURED:.2f} times the "
         f"prediction: here {high / GIB:.1f} GiB for the fullest rank's {most / GIB:.1f} GiB.",
     }
