@@ -34,7 +34,10 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).parents[1]
-EXECUTED = [ROOT / "README.md", ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+EXECUTED = [
+    *(ROOT / name for name in ("README.md", "docs/index.md", "docs/training.md")),
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+]
 
 _FENCED = re.compile(r"^```(python|toml|console|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE = re.compile(r"# ([\w-]+\.(?:py|toml))\n")
