@@ -148,7 +148,7 @@ def _command(words: list[str]) -> tuple[int, str]:
         with mock.patch.object(sys, "argv", rest):
             return 0, _python(lambda: runpy.run_path(rest[0], run_name="__main__"))
     if program == "torchrun":
-        words = [sys.executable, "-m", "torch.distributed.run", *rest]
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *rest]  # a port of its own
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     return done.returncode, done.stdout + (done.stderr if done.returncode else "")
