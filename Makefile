@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
 
-.PHONY: demo test rest wheel lint types bench faults clean
+.PHONY: demo test rest wheel lint types bench faults docs clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -47,8 +47,12 @@ bench: $(INSTALLED)
 faults: $(INSTALLED)
 	$(RUN) -m tests.faults --write
 
+# build the documentation as a site, for which the generator is installed
+docs: $(VENV)/.docs
+	$(RUN) -m docs.generator site
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
 
 # torch is installed first and alone, so that pip picks its preferred build before other packages require torch.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -58,4 +62,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once (some minutes)"
 	@$(PIP) torch
 	@$(PIP) -e '.[hf,dev]'
+	@touch $@
+
+$(VENV)/.docs: $(INSTALLED)
+	@$(PIP) -e '.[docs]'
 	@touch $@

@@ -258,6 +258,8 @@ def shares(nodeid: str) -> str:
     file, _, test = nodeid.partition("::")
     if file.removeprefix("tests/") in POOLED:
         return "on the pool"
+    if test.startswith("test_examples_print"):
+        return nodeid  # pages share nothing, and take long
     if not file.startswith("tests/parity/"):
         return file
     return f"parity of {test.partition('[')[2].partition('-')[0].rstrip(']')}"

@@ -1,4 +1,4 @@
-"""Documents: links resolve, commands parse, Python compiles, and the README's example is run."""
+"""Documents: links resolve, commands parse, Python compiles, and examples print what the pages show."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ import pytest
 
 from autoptd.cli.main import _parser
 from autoptd.errors import AutoptdError
+from tests.examples import EXECUTED, agree, examples, refreshed, run
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("benchmarks/**/*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("benchmarks/**/*.md")]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the headings of a document as link anchors."""
-    titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    """Return the headings of a document as GitHub's link anchors: the second of two equal ones ends in -1."""
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.+)$", prose, re.MULTILINE):
+        name = re.sub(r"[^\w -]", "", re.sub(r"\]\(.*?\)", "", title)).lower().replace(" ", "-")
+        found.add(next(new for new in (name, *(f"{name}-{i}" for i in range(1, 99))) if new not in found))
+    return found
 
 
 def missing_files(page: Path, text: str) -> list[str]:
     """Return the links of a document, and the project paths it quotes, that do not exist."""
     missing = []
-    for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
+    for link in re.findall(r"\]\(([^()]*)\)", text) + re.findall(r"^ *\[[^\]]+\]: *(.+)$", text, re.MULTILINE):
+        target, _, anchor = link.partition("#")
         path = page.parent / target if target else page
-        if not path.exists() or (anchor and anchor not in anchors(path)):
-            missing.append(f"{target}#{anchor}")
+        if re.match(r"https?://\S+$", link):
+            continue
+        if not path.exists() or ("#" in link and anchor not in anchors(path)):
+            missing.append(link)
     for name in re.findall(r"`(\w+/[\w./]*)`", text):
         homes = [home for home in (ROOT, ROOT / "autoptd") if (home / name.partition("/")[0]).is_dir()]
         if homes and not any((home / name).exists() for home in homes):
@@ -71,7 +79,8 @@ def test_python_of_a_document_compiles(page: Path):
 
 def test_what_is_missing_is_seen():
     text = "[here](docs/nowhere.md#part), `passes/nowhere.py`, `search/nowhere.py`, [there](SECURITY.md#nothing)"
-    assert len(missing_files(ROOT / "README.md", text)) == 4
+    text += ", [title](SECURITY.md 'title'), [none](SECURITY.md#), [web](https://example.org/x)\n[later]: nowhere.md\n"
+    assert len(missing_files(ROOT / "README.md", text)) == 7
     commands = (
         "    autoptd plan gpt2 --wrold 8\n    autoptd plan gpt2 --world 8  # fine\n`make nothing`\npython -m tests.no"
     )
@@ -80,14 +89,41 @@ def test_what_is_missing_is_seen():
 
 def test_the_readme_links_every_document():
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in readme] == []
+    names = [page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert [name for name in names if f"({name})" not in readme] == []
 
 
-def test_the_first_example_of_the_readme_prints_what_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    readme = (ROOT / "README.md").read_text("utf-8")
-    code, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL)[0]
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == shown
+@pytest.mark.ranks  # some examples start processes
+@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_examples_print_what_the_page_shows(page: Path):
+    for example, printed in run(page):
+        assert example.shown is None or agree(example.shown, printed), f"{example.code}\nprints\n{printed}"
+
+
+def test_every_example_of_a_tutorial_that_prints_shows_it():
+    """Commands that write nothing show nothing; a `python` block may print what the page leaves out."""
+    for page in EXECUTED:
+        shown = [example.shown for example in examples(page.read_text("utf-8")) if example.kind != "file"]
+        assert any(shown), page.name
+        assert "…\n" not in shown, f"{page.name} shows nothing of an output"
+
+
+def test_what_a_page_shows_must_be_printed():
+    assert agree("a  1\n…\nd … 2\n", "a  1\nb\nc\nd  7 and 2 \n")
+    assert agree("…\nb\n", "b\n")
+    for printed in ("a  2\nd  2\n", "a  1\nd  3\n", "a  1\nd  2\nc\n", ""):
+        assert not agree("a  1\n…\nd … 2\n", printed)
+
+
+def test_a_page_whose_outputs_are_no_longer_true_keeps_what_it_leaves_out():
+    assert refreshed("time 5 s\n…\nnote  3\n", "time 6 s\nx\nnote  4\n") == "time 6 s\n…\nnote  4\n"
+    assert refreshed("a 1\nb 2\n", "a 1\nnew\nb 2\n") == "a 1\nnew\nb 2\n"
+
+
+def test_an_example_that_fails_is_seen(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ ls nothing\n```\n", "utf-8")
+    with pytest.raises(AssertionError, match="does not expect this to fail: ls nothing"):
+        list(run(page))
+    page.write_text("```console\n$ ls nothing\n…\n$ echo $?\n2\n```\n", "utf-8")
+    assert [printed for _, printed in run(page)][1] == "2\n"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("autoptd", "passes", "cost_models", "benchmarks", "examples", "tests")
+FOLDERS = ("autoptd", "passes", "cost_models", "benchmarks", "docs", "examples", "tests")
 WIDTH = 100  # columns of a document, outside tables and code
 
 # A docstring opens with a verb phrase (functions) or a noun phrase (classes and modules), its subject stated.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,12 +129,3 @@ def test_the_line_for_tensorboard_writes_the_report() -> None:
         loss = float(parallel.train_step(batch(step)))
         exec(line, {"par": parallel, "writer": writer})
     assert curves["loss", 2] == loss and curves["learning_rate", 1] == 0.05
-
-
-def test_the_page_runs() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        exec(compile(block, "docs/training.md", "exec"), {})
-    assert "step      8" in said.getvalue() and "F0 stage 0" in said.getvalue()

@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"autoptd": ROOT / "autoptd", "autoptd/passes": ROOT / "passes", "autoptd/cost_models": ROOT / "cost_models"}
-LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "out")
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "out", "site")
 
 # Run in the fresh environment: import every module, and check that none comes from elsewhere.
 IMPORTED = """
