@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from autoptd.cli.arguments import UsageError
+from autoptd.cli.costs import asks_cost, cost_question
 from autoptd.cli.output import model_of, print_json, progress_of, show, width
 from autoptd.cli.traced import ModelToPlan
 
@@ -24,16 +25,18 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
     if arguments.memory and arguments.op:
         raise UsageError("--memory and --op are two different reports", fix="give one of them")
-    plan = Plan.load(arguments.plan)
+    if (asked := asks_cost(arguments)) and (arguments.memory or arguments.op):
+        raise UsageError(f"{asked} is not for --memory and --op", fix="leave it out")
+    plan, costs = Plan.load(arguments.plan), cost_question(arguments)
     if arguments.memory:
         return _memory(arguments, plan)
     if arguments.op:
         return _op(arguments, plan)
     if arguments.json:
         texts = {"headline": headline(plan), "prediction": prediction(plan), "memory": fullest_rank(plan)}
-        print_json({**texts, "plan": json.loads(plan.to_json())})
+        print_json({**texts, "cost": costs.of(plan).to_data(), "plan": json.loads(plan.to_json())})
     else:
-        show(explain(plan, width(), arguments.all))
+        show(explain(plan, width(), arguments.all, costs))
     return DONE
 
 
@@ -79,9 +82,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from autoptd.explain.compare import compare, comparison_data
     from autoptd.plans.model import Plan
 
-    a, b = Plan.load(arguments.a), Plan.load(arguments.b)
+    a, b, costs = Plan.load(arguments.a), Plan.load(arguments.b), cost_question(arguments)
     if arguments.json:
-        print_json(comparison_data(a, b))
+        print_json(comparison_data(a, b, costs))
     else:
-        show(compare(a, b, width=width()))
+        show(compare(a, b, width=width(), costs=costs))
     return DONE if a == b else NO

@@ -28,13 +28,13 @@ from autoptd.cli.arguments import (
     UsageError,
     count,
     module_name,
-    price,
     read_assume,
     read_fix,
     read_split,
     read_sweep,
     seconds,
 )
+from autoptd.cli.costs import add_cost_arguments, cost_question
 from autoptd.cli.explain import run_compare, run_explain
 from autoptd.cli.fault import internal_error, show_traceback
 from autoptd.cli.output import error_data, model_of, print_json, progress_of, show, width
@@ -114,14 +114,15 @@ def _simulate(arguments: argparse.Namespace) -> int:
         refuse_unwritable(Path(arguments.trace))
         refuse_untraceable(plan)
     schedule, timeline = simulate_plan(plan, arguments.schedule, arguments.virtual)
+    costs = cost_question(arguments)
     if arguments.trace:
         from autoptd.cost_models.perfetto import trace_text
 
         write_whole(Path(arguments.trace), trace_text(timeline, rank_names(plan)))
     if arguments.json:
-        print_json(summary(plan, schedule, timeline))
+        print_json(summary(plan, schedule, timeline, costs))
     else:
-        show(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width()))
+        show(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width(), costs))
         if arguments.trace:
             show(f"\ntrace saved to {arguments.trace}; open it at ui.perfetto.dev")
     return DONE
@@ -276,6 +277,7 @@ def _parser() -> _Parser:
     plan.add_argument("--as", dest="as_", choices=SYSTEM_NAMES, help=system)
     _add_constraints(plan)
     _add_answers(plan)
+    add_cost_arguments(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")
     plan.add_argument("--all", action="store_true", help=_ALL_HELP)
     explain = command("explain", run_explain, "show a plan: what it does and what it costs")
@@ -284,13 +286,16 @@ def _parser() -> _Parser:
     explain.add_argument("--memory", action="store_true", help="show memory as formulas; traces the model")
     explain.add_argument("--op", metavar="NAME", help="show the alternatives to its split; traces the model")
     explain.add_argument("--model", metavar="MODEL", help=f"for --memory, --op: {_MODEL_HELP} (default: the plan's)")
+    add_cost_arguments(explain)
     compare = command("compare", run_compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")
     compare.add_argument("b", metavar="B", help="another plan file")
+    add_cost_arguments(compare)
     simulate = command("simulate", _simulate, "simulate one step of a plan and show where its time goes")
     simulate.add_argument("plan", metavar="PLAN", help="a plan file")
     simulate.add_argument("--schedule", choices=SCHEDULE_KINDS, help="the schedule to simulate (default: the plan's)")
     simulate.add_argument("--virtual", type=count, metavar="N", help="equal chunks per rank (with interleaved)")
+    add_cost_arguments(simulate)
     simulate.add_argument("--trace", metavar="FILE", help="save a trace for ui.perfetto.dev or chrome://tracing")
     emit = command("emit", _emit, "write the program of each stage as Python files")
     emit.add_argument("plan", metavar="PLAN", help="a plan file")
@@ -358,7 +363,6 @@ def _add_answers(plan: argparse.ArgumentParser) -> None:
     many.add_argument("--pareto", action="store_true", help="the fastest plan for less and less device memory")
     many.add_argument("--pins", action="store_true", help="the cost of each constraint: the plan without it")
     many.add_argument("--sensitivity", action="store_true", help="the best plan if a rate or the memory is 20%% off")
-    plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="with --sweep: add costs to the table")
     plan.add_argument("--why", action="store_true", help="if nothing fits: try every remedy, however long it takes")
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.explain.choices import choices, offloaded, recompute_text
+from autoptd.explain.costs import AS_STATED, CostQuestion, cost_lines
 from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
 from autoptd.plans.data import PlanData, StagePlan
 from autoptd.text import fold_table, printable, ranges
@@ -51,12 +52,16 @@ _GRADIENTS = {
 }
 
 
-def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
-    """Return the plan as text of at most `width` columns; with `all`, every stage, activation and op."""
+def explain(plan: PlanData, width: int = WIDTH, all: bool = False, costs: CostQuestion = AS_STATED) -> str:
+    """Return the plan as text of at most `width` columns; with `all`, every stage, activation and op.
+
+    `costs`: a price or a run that is asked about.
+    """
     parts: list[RenderableType] = [
         Text(headline(plan)),
         Text(steps(plan)),
         Text(prediction(plan)),
+        *map(Text, cost_lines(costs.of(plan))),
         Text(fullest_rank(plan)),
         Text(method(plan)),
         *section("Time of one step", _time_table(plan)),
@@ -106,7 +111,7 @@ def prediction(plan: PlanData) -> str:
     """Return the prediction of the cost models in one line."""
     predicted = plan.predicted
     return (
-        f"predicted {seconds(predicted.step_time_s)}/step, {predicted.tokens_per_s:,.0f} tokens/s, "
+        f"predicted {seconds(predicted.step_time_s)}/step, {predicted.tokens_per_s:,.0f} {plan.unit}/s, "
         f"MFU {predicted.mfu:.1%}"
     )
 
