@@ -19,19 +19,23 @@ DONE, NO = 0, 1
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """Print a plan; with `--memory` its memory formulas, with `--op` the alternatives to one choice."""
+    """Print a plan; with `--memory` its memory formulas, with `--op` the alternatives to one choice,
+    with `--ops` the time by module and kernel."""
     from autoptd.explain.plan import explain, fullest_rank, headline, prediction
     from autoptd.plans.model import Plan
 
-    if arguments.memory and arguments.op:
-        raise UsageError("--memory and --op are two different reports", fix="give one of them")
-    if (asked := asks_cost(arguments)) and (arguments.memory or arguments.op):
-        raise UsageError(f"{asked} is not for --memory and --op", fix="leave it out")
+    reports = [name for name in ("memory", "op", "ops") if getattr(arguments, name)]
+    if len(reports) > 1:
+        raise UsageError(f"--{reports[0]} and --{reports[1]} are two different reports", fix="give one of them")
+    if reports and (asked := asks_cost(arguments)):
+        raise UsageError(f"{asked} is not for --{reports[0]}", fix="leave it out")
     plan, costs = Plan.load(arguments.plan), cost_question(arguments)
     if arguments.memory:
         return _memory(arguments, plan)
     if arguments.op:
         return _op(arguments, plan)
+    if arguments.ops:
+        return _ops(arguments, plan)
     if arguments.json:
         texts = {"headline": headline(plan), "prediction": prediction(plan), "memory": fullest_rank(plan)}
         print_json({**texts, "cost": costs.of(plan).to_data(), "plan": json.loads(plan.to_json())})
@@ -63,6 +67,20 @@ def _op(arguments: argparse.Namespace, plan: Plan) -> int:
         print_json({"found": [one.to_data() for one in found], "left_out": [slot.node for slot in left]})
     else:
         show(op_alternatives_text(plan, found, left, width()))
+    return DONE
+
+
+def _ops(arguments: argparse.Namespace, plan: Plan) -> int:
+    traced = _model(arguments, plan, progress_of(arguments)).traced().for_batch(plan.batch)
+    from autoptd.answers.op_costs import op_costs
+    from autoptd.answers.op_costs_text import op_costs_data, op_costs_text
+    from autoptd.answers.parameter_totals import parameter_totals
+
+    found = op_costs(plan, traced), parameter_totals(plan, traced)
+    if arguments.json:
+        print_json(op_costs_data(plan, *found))
+    else:
+        show(op_costs_text(plan, *found, width(), arguments.all))
     return DONE
 
 

@@ -285,7 +285,10 @@ def _parser() -> _Parser:
     explain.add_argument("--all", action="store_true", help=_ALL_HELP)
     explain.add_argument("--memory", action="store_true", help="show memory as formulas; traces the model")
     explain.add_argument("--op", metavar="NAME", help="show the alternatives to its split; traces the model")
-    explain.add_argument("--model", metavar="MODEL", help=f"for --memory, --op: {_MODEL_HELP} (default: the plan's)")
+    explain.add_argument("--ops", action="store_true", help="show the time by module and kernel; traces the model")
+    explain.add_argument(
+        "--model", metavar="MODEL", help=f"for --memory, --op, --ops: {_MODEL_HELP} (default: the plan's)"
+    )
     add_cost_arguments(explain)
     compare = command("compare", run_compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")

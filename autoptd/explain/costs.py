@@ -166,4 +166,4 @@ def large(value: float) -> str:
     for unit, step in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= step:
             return f"{value / step:.4g}{unit}"
-    return f"{value:g}"
+    return f"{value:.4g}"
