@@ -308,12 +308,12 @@ def _kernel(work: OpWork, facts: OpFacts | None, book: Workbook, chunks: ChunkCo
     if facts is None:
         return f"{made} pointwise"
     call = facts.call
-    if facts.work.kind == "attention":
+    if work.attends:
         form = form_of(call, ring=chunks.method.cp > 1 and chunks.method.context == "ring")
         ring = "ring " if form.ring else ""
         names = {"fused": "flash attention", "efficient": "efficient attention", "written": WRITTEN}
         return ring + names[form.kernel(device.kind)]
-    if any(is_quadratic(t.shape) for t in (*call.operands, *call.outputs)):
+    if facts.work.kind != "attention" and any(is_quadratic(t.shape) for t in (*call.operands, *call.outputs)):
         return WRITTEN
     if work.kind == "matmul":
         grouped = "grouped " if work.groups and work.launches == 1 else ""

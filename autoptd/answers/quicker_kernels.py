@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torch import fx
+
 from autoptd.answers.op_costs import WAITING, WRITTEN, KernelRun, OpCosts
 from autoptd.cost_models.op_time import OpWork, op_s
 from autoptd.passes.analysis.attention import form_of
@@ -59,7 +61,7 @@ def quicker_kernels(costs: OpCosts) -> list[QuickerKernel]:
 
 
 def _attends(run: KernelRun) -> bool:
-    return run.facts.work.kind == "attention" or run.kernel == WRITTEN
+    return run.work.attends or run.kernel == WRITTEN
 
 
 def _waiting(costs: OpCosts) -> Iterator[QuickerKernel]:
@@ -92,10 +94,11 @@ def _attention(runs: Sequence[KernelRun]) -> Iterator[QuickerKernel]:
     plain = replace(form, mask=None, dropped=False)
     if form.kernel(first.device.kind) == "fused" or plain.kernel(first.device.kind) != "fused":
         return
-    then_s = 0.0
-    for run in {(run.node, run.step_pass, id(run.chunks)): run for run in runs}.values():
-        kernels = run.chunks.tensors.fused_attention(run.node, run.strategy)[run.step_pass == "backward"]
-        then_s += run.times * sum(op_s(run.device, work) for work in kernels)
+    then_s, firsts = 0.0, dict[tuple[fx.Node, str], OpWork]()
+    for run in runs:
+        if firsts.setdefault((run.node, run.step_pass), run.work) is run.work:  # one of the op's several kernels
+            kernels = run.chunks.tensors.fused_attention(run.node, run.strategy)[run.step_pass == "backward"]
+            then_s += run.times * sum(op_s(run.device, work) for work in kernels)
     yield QuickerKernel(first.module, first.kernel, form.why(first.device.kind), "the flash kernel", now_s, then_s)
 
 
