@@ -159,7 +159,7 @@ class OpCosts:
 def op_costs(plan: Plan, traced: TracedModel) -> OpCosts:
     """Return where the time of a step goes. Raises PlanFileError for the plan of another model."""
     chunks, _ = chunks_of(plan, traced)
-    names = _Names(chunks)
+    names = _OpNames(chunks)
     sums: dict[tuple[str, str], _Sums] = {}
     counted: Counter[tuple[int, str, str]] = Counter()  # (pipeline rank, kind, policy) -> segments
     m, ranks = plan.schedule.microbatches, plan.mesh.pp
@@ -223,7 +223,7 @@ def _row(module: str, kernel: str, found: _Sums, ranks: int) -> OpCost:
 _Part = tuple[tuple[str, str], str, float, list[OpWork]]  # (module, kernel), pass, seconds, kernels
 
 
-def _parts(chunks: ChunkCosts, names: _Names, kind: str, policy: str) -> Iterator[_Part]:
+def _parts(chunks: ChunkCosts, names: _OpNames, kind: str, policy: str) -> Iterator[_Part]:
     """Yield the seconds of one microbatch in a segment of a kind, which a policy recomputes; "" for none."""
     segment = chunks.folded.representatives[kind]
     cost, whole = chunks.sharded.costs[kind], chunks.segment(segment.index)
@@ -244,7 +244,7 @@ def _parts(chunks: ChunkCosts, names: _Names, kind: str, policy: str) -> Iterato
         yield own, "recompute", exposed_s, []
 
 
-def _kernels(chunks: ChunkCosts, names: _Names, kind: str, name: str, works: Iterable[OpWork]) -> Iterator[_Part]:
+def _kernels(chunks: ChunkCosts, names: _OpNames, kind: str, name: str, works: Iterable[OpWork]) -> Iterator[_Part]:
     """Yield the kernels of one pass, and the time in which the device waits for the host to launch them."""
     device, works = chunks.cluster.device, tuple(works)
     total_s = 0.0
@@ -256,7 +256,7 @@ def _kernels(chunks: ChunkCosts, names: _Names, kind: str, name: str, works: Ite
         yield (names.common(kind), WAITING), name, waiting_s, []
 
 
-class _Names:
+class _OpNames:
     """Names of modules and kernels of the works of a plan."""
 
     def __init__(self, chunks: ChunkCosts) -> None:

@@ -95,6 +95,13 @@ def headline(plan: PlanData) -> str:
     return f"{where}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}{system}"
 
 
+def brief(plan: PlanData) -> str:
+    """Return the plan in a few words: `gpt2 on 8 × dgx-h100: dp 8 × tp 1 × pp 1, 31 ms/step, 2,110,000 tokens/s`."""
+    predicted = plan.predicted
+    rate = f"{seconds(predicted.step_time_s)}/step, {predicted.tokens_per_s:,.0f} {plan.unit}/s"
+    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}, {rate}"
+
+
 def steps(plan: PlanData) -> str:
     """Return the makeup of a step: `a step of 512 samples, s 2048: 512 microbatches of 1, 1F1B, bf16, adamw`."""
     count = plan.schedule.microbatches
@@ -110,10 +117,8 @@ def steps(plan: PlanData) -> str:
 def prediction(plan: PlanData) -> str:
     """Return the prediction of the cost models in one line."""
     predicted = plan.predicted
-    return (
-        f"predicted {seconds(predicted.step_time_s)}/step, {predicted.tokens_per_s:,.0f} {plan.unit}/s, "
-        f"MFU {predicted.mfu:.1%}"
-    )
+    rate = f"{predicted.tokens_per_s:,.0f} {plan.unit}/s"
+    return f"predicted {seconds(predicted.step_time_s)}/step, {rate}, MFU {predicted.mfu:.1%}"
 
 
 def fullest_rank(plan: PlanData) -> str:

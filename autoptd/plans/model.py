@@ -11,7 +11,7 @@ from autoptd.cost_models.complaints import parse_json, read_text
 from autoptd.errors import PlanFileError
 from autoptd.explain.compare import compare
 from autoptd.explain.costs import CostQuestion, TrainingCost
-from autoptd.explain.plan import explain, explain_html
+from autoptd.explain.plan import brief, explain, explain_html
 from autoptd.outputs import write_whole
 from autoptd.plans.checks import Inconsistent, faults
 from autoptd.plans.data import PlanData
@@ -66,6 +66,11 @@ class Plan(PlanData):
     def compare(self, other: Plan) -> str:
         """Return a text that compares this plan with another, term by term."""
         return compare(self, other)
+
+    def __repr__(self) -> str:
+        return f"<Plan {brief(self)}>"
+
+    __str__ = __repr__  # pydantic's has every field
 
     def _repr_html_(self) -> str:
         return explain_html(self)

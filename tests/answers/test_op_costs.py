@@ -18,6 +18,7 @@ from autoptd.answers.quicker_kernels import quicker_kernels
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster, Pool
 from autoptd.cost_models.op_time import op_s
+from autoptd.explain.timeline import chunk_times
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.plans.model import Plan
 from tests.answers.small import nodes_of_four
@@ -39,6 +40,11 @@ PLAIN = {"zero": 1, "schedule": "1f1b", "offload": 0.0}
 def adds_up(plan: Plan, costs: OpCosts) -> None:
     """Check that the rows of the rank with most work are its compute, recomputation and communication."""
     ranks = [sum(row.by_rank[rank] for row in costs.rows) for rank in range(plan.mesh.pp)]
+    if plan.zero < 2 and "activation_copies" not in plan.predicted.time_s:
+        _, times, _ = chunk_times(plan)
+        names = ("forward_s", "backward_s", "forward_tp_s", "backward_tp_s")
+        works = [sum(getattr(chunk, name) for chunk in rank.chunks for name in names) for rank in times]
+        assert ranks == pytest.approx([plan.schedule.microbatches * work for work in works], rel=1e-9)
     parts = ("compute", "recompute", "tp_communication")
     assert max(ranks) == pytest.approx(sum(plan.predicted.time_s.get(part, 0.0) for part in parts), rel=1e-9)
     assert sum(row.seconds for row in costs.rows) == pytest.approx(sum(ranks) / plan.mesh.pp, rel=1e-9)

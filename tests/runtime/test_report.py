@@ -45,6 +45,7 @@ def test_a_running_program_reports() -> None:
         precision="fp32",
         optimizer_options={"lr": 0.25},
     )
+    assert repr(parallel).startswith("<Parallel Linear on 1 × ") and "samples/s>" in repr(parallel)
     with pytest.raises(RuntimeFault, match="before the first step"):
         parallel.report()
     steps = [float(parallel.train_step(inputs)) for _ in range(3)]
@@ -52,6 +53,7 @@ def test_a_running_program_reports() -> None:
     assert found.step == parallel.step == 3 and found.loss == steps[-1] and found.learning_rate == 0.25
     assert found.grad_norm > 0 and found.seconds > 0
     assert found.units_per_s == pytest.approx(4 / found.seconds)
+    assert repr(parallel).endswith("samples/s, rank 0, step 3>")
     assert found.unit == "samples" and "samples/s" in str(found), "a model without a sequence has no tokens"
     assert found.to_data()["samples_per_s"] == found.units_per_s and "tokens_per_s" not in found.to_data()
     assert [len(batch) for batch in parallel.sampler(9)] == [4, 4]
