@@ -1,4 +1,4 @@
-"""Where the time of a plan's step goes, by module and kernel, from the costs that the plan was predicted from.
+"""Time of a plan's step by module and kernel, from the costs that the plan was predicted from.
 
 All numbers are of one step and an average device: a sum over the pipeline ranks, divided by their number. They are
 those of `search/pipeline/chunk_cost.py`, taken apart by the op that each kernel belongs to (`OpWork.origin`):
@@ -31,7 +31,7 @@ from autoptd.cost_models.op_time import OpWork, executed_flops, op_s
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.analysis.dataflow import is_quadratic
 from autoptd.passes.fold import Segment
-from autoptd.passes.graph import module_path
+from autoptd.passes.graph import is_getitem, module_path
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.sharding import ops_of
 from autoptd.plans.model import Plan
@@ -289,8 +289,8 @@ class _OpNames:
     def op(self, kind: str, work: OpWork) -> fx.Node | None:
         """Return the op that a kernel is a part of; None for a conversion of a parameter or an input."""
         node = self.nodes[kind].get(work.origin)
-        while node is not None and node.op == "call_function" and node not in self._chunks.tensors.workbook.ops:
-            node = node.all_input_nodes[0]  # one of several results
+        while node is not None and is_getitem(node):  # one of several results
+            node = node.all_input_nodes[0]
         return node if node in self._chunks.tensors.workbook.ops else None
 
     def of(self, kind: str, work: OpWork) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autoptd.answers.op_costs import PASSES, OpCost, OpCosts
 from autoptd.answers.parameter_totals import ModuleParameters
-from autoptd.answers.quicker_kernels import QuickerKernel, quicker_kernels
+from autoptd.answers.quicker_kernels import ALL, QuickerKernel, quicker_kernels
 from autoptd.explain.costs import large
 from autoptd.explain.plan import headline, prediction, steps
 from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section
@@ -67,7 +67,8 @@ def _dearest(costs: OpCosts, row: OpCost, quicker: Sequence[QuickerKernel], shor
     text += " of the step"
     text += f", at {row.of_peak:.1%} of the peak" if row.flops else ""
     text += f" and {row.of_bandwidth:.0%} of the memory bandwidth" if row.nbytes else ""
-    return text + next((f": {q.cause}" for q in quicker if (q.module, q.kernel) == (row.module, row.kernel)), "")
+    mine = (q for q in quicker if q.kernel == row.kernel and q.module in (row.module, ALL))
+    return text + next((f": {q.cause}" for q in mine), "")
 
 
 def _quicker(costs: OpCosts, found: QuickerKernel, short: _Short) -> str:

@@ -22,6 +22,7 @@ from autoptd.cost_models.op_time import OpWork, op_s
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.graph import op_name
 
+ALL = "all modules"
 _LEAST = 0.005  # of a step: less is not worth a line
 _SLOW = 1.15  # of the time at the best rate: products slower than that are named
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -69,7 +70,7 @@ def _waiting(costs: OpCosts) -> Iterator[QuickerKernel]:
     if rows and costs.runs:
         launched, device = sum(sum(row.kernels.values()) for row in costs.rows), costs.runs[0].device
         yield QuickerKernel(
-            rows[0].module if len(rows) == 1 else "all modules",
+            rows[0].module if len(rows) == 1 else ALL,
             WAITING,
             f"the host takes {device.dispatch_s * 1e6:.3g} µs for each of {launched:,.0f} kernels",
             "launching all kernels as one graph",
@@ -82,6 +83,7 @@ def _waiting(costs: OpCosts) -> Iterator[QuickerKernel]:
 
 
 def _attention(runs: Sequence[KernelRun]) -> Iterator[QuickerKernel]:
+    runs = [run for run in runs if run.work.attends] or runs  # without a bias that other ops compute
     now_s, first = sum(run.seconds for run in runs), runs[0]
     if first.facts.work.kind != "attention":
         products = [run for run in runs if _scores_product(run)]
@@ -99,7 +101,9 @@ def _attention(runs: Sequence[KernelRun]) -> Iterator[QuickerKernel]:
         if firsts.setdefault((run.node, run.step_pass), run.work) is run.work:  # one of the op's several kernels
             kernels = run.chunks.tensors.fused_attention(run.node, run.strategy)[run.step_pass == "backward"]
             then_s += run.times * sum(op_s(run.device, work) for work in kernels)
-    yield QuickerKernel(first.module, first.kernel, form.why(first.device.kind), "the flash kernel", now_s, then_s)
+    whys = (form.why(first.device.kind), replace(form, dropped=False).why(first.device.kind))
+    cause = "; ".join(dict.fromkeys(filter(None, whys)))
+    yield QuickerKernel(first.module, first.kernel, cause, "the flash kernel", now_s, then_s)
 
 
 def _scores_product(run: KernelRun) -> bool:

@@ -199,7 +199,7 @@ def test_attention_written_for_its_sinks_is_the_first_row(sinks: tuple[Plan, Tra
 
 
 def test_the_fused_kernel_takes_what_it_takes_in_a_model_that_has_it(sinks: tuple[Plan, TracedModel]):
-    """The same heads and tokens in `scaled_dot_product_attention`, all scores computed, have the same cost."""
+    """Compares with equal heads and tokens in `scaled_dot_product_attention`, with all scores computed."""
 
     class Fused(SinkAttention):
         def forward(self, x: Tensor) -> Tensor:

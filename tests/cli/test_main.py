@@ -226,7 +226,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
         (["plan", "gpt2", "--world", "8", "--tokens", "1Q"], "'1Q' has the unknown unit 'Q'; known: k, M, B (or G)"),
         (["plan", "gpt2", "--world", "8", "--tokens=-1T"], "'-1T' is not a number from 1 to 1e24"),
         (["plan", "gpt2", "--world", "8", "--tokens", "1T", "--samples", "9"], "not allowed with argument --tokens"),
-        (["explain", "x.json", "--memory", "--tokens", "1T"], "--tokens is not for --memory and --op"),
+        (["explain", "x.json", "--memory", "--tokens", "1T"], "--tokens is not for --memory"),
         (["plan", "gpt2", "--world", "8", "--sweep", "cluster=dgx-h100,dgx-h10"], "no cluster named 'dgx-h10'"),
         (["plan", "gpt3-175", "--world", "8"], "did you mean 'gpt3-175b'"),
         (["plan", "./nowhere/config.json", "--world", "8"], "there is no file nowhere/config.json"),
