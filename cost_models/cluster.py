@@ -249,6 +249,10 @@ class Cluster(ClusterPart):
             f"  matmul  bf16 {peaks.bf16 / 1e12:.4g} Tflop/s, fp32 {peaks.fp32 / 1e12:.4g} Tflop/s, "
             f"{device.matmul_sustained.fraction:.0%} sustained",
         ]
+        price = [] if device.price_per_hour is None else [f"{device.price_per_hour:g} {device.currency}".strip()]
+        stated = [f"{text} per device-hour" for text in price]
+        stated += [] if device.watts is None else [f"{device.watts:g} W"]
+        lines += [f"  costs   {', '.join(stated)}"] if stated else []
         for level in self.levels:
             size = f"{level.ranks} GPUs" if level.ranks else "any number of GPUs"
             lines.append(

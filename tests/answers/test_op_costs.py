@@ -238,6 +238,31 @@ def test_dropout_in_attention_is_named(more: dict[str, Any]):
     assert found.then_s == pytest.approx(flash.seconds, rel=0.01), "as the model without dropout has it"
 
 
+def test_a_learned_bias_beside_dropout_is_named_too():
+    class Biased(SinkAttention):
+        """Attention with a bias per head and key, and dropout."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            b, s, w = x.shape
+            q, k, v = self.qkv(x).view(b, s, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+            places = torch.arange(s, device=x.device)
+            bias = self.sinks.view(1, -1, 1, 1) * (places[None] - places[:, None]).to(x.dtype)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, bias, dropout_p=0.1)
+            return self.out(y.transpose(1, 2).reshape(b, s, w))
+
+    with torch.device("meta"):
+        model = Sinks()
+        model.layers = nn.ModuleList(Biased(512, 8) for _ in range(2))
+    traced = autoptd.trace(model, inputs={"ids": torch.zeros(2, 1024, dtype=torch.long, device="meta")}, seq=1024)
+    fix = {**PLAIN, "tp": 1, "pp": 1, "recompute": "none"}
+    costs = op_costs(autoptd.plan(traced, world=1, cluster="dgx-h100", batch=8, fix=fix), traced)
+    (found,) = (q for q in quicker_kernels(costs) if q.kernel == WRITTEN)
+    assert "remove dropout" in found.cause and "it has a mask" in found.cause
+    mine = [run for run in costs.runs if run.kernel == WRITTEN]
+    attention_s = sum(run.seconds for run in mine if run.work.attends)
+    assert found.now_s == pytest.approx(attention_s) and attention_s < sum(run.seconds for run in mine)
+
+
 def test_products_of_odd_rows_and_small_shares_are_named():
     with torch.device("meta"):
         model = NanoGPT(GPTSizes(vocab=10007, max_seq=256, layers=2, heads=8, width=512))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -15,7 +16,13 @@ from autoptd.explain.costs import CostQuestion, cost_lines
 from autoptd.explain.plan import explain
 from autoptd.explain.timeline import simulated_cost
 from autoptd.plans.model import Plan
+from autoptd.profile.toml import cluster_toml
 from tests.sample_plan import CLUSTER, sample_plan
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def on(**device: Any) -> Plan:
@@ -124,6 +131,13 @@ def test_plans_without_prices_have_the_bytes_that_they_had():
     priced = on(price_per_hour=3.6, currency="USD", watts=700.0)
     again = Plan.from_json(priced.to_json())
     assert again == priced and again.cost() == priced.cost() and again.cluster.device.watts == 700.0
+
+
+def test_a_cluster_with_a_price_says_so():
+    assert "costs" not in CLUSTER.describe()
+    cluster = on(price_per_hour=3.6, currency="USD", watts=700.0).cluster
+    assert cluster.describe().splitlines()[2] == "  costs   3.6 USD per device-hour, 700 W"
+    assert Cluster.from_data(tomllib.loads(cluster_toml(cluster))) == cluster
 
 
 def test_a_plan_may_run_on_its_cluster_at_another_price():
