@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from autoptd.errors import AutoptdError
     from autoptd.plans.model import Plan
 
+    __version__: str
+
 __all__ = ["AutoptdError", "Cluster", "Parallel", "Plan", "TracedModel", "parallelize", "plan", "shared", "trace"]
 
 _MODULES = {
@@ -34,8 +36,17 @@ _MODULES = {
 }
 
 
+def __dir__() -> list[str]:
+    """Return the public names alone: submodules are found by their paths."""
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> object:
     """Import on first use: `autoptd --help` needs no torch."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("autoptd")
     if name not in _MODULES:
         raise AttributeError(f"module 'autoptd' has no attribute {name!r}")
     with without_collector():

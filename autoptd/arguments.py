@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, PlanError, nearest
 from autoptd.parallel import Optimizer
 from autoptd.plans.model import Plan
@@ -89,7 +90,7 @@ def check_as_planned(plan: Plan, **asked: Any) -> None:
     held = {"cluster": plan.cluster, "batch": plan.batch, "seq": plan.sizes.get("s"), "precision": plan.precision}
     if not callable(asked["optimizer"]):
         held["optimizer"] = plan.optimizer
-    others = [n for n, value in held.items() if None not in (asked[n], value) and asked[n] != value]
+    others = [n for n, value in held.items() if None not in (asked[n], value) and _counted(asked[n]) != _counted(value)]
     if not others:
         return
     planned = {name: f"{name} {getattr(held[name], 'name', held[name])}" for name in others}
@@ -101,6 +102,11 @@ def check_as_planned(plan: Plan, **asked: Any) -> None:
         where=", ".join(["plan", *others]),
         fix=f"leave out {', '.join(others)} to use the plan's; or leave out plan to search again",
     )
+
+
+def _counted(value: Any) -> Any:
+    """Return a value as plans depend on it: clusters without their prices."""
+    return value.unpriced if isinstance(value, Cluster) else value
 
 
 def check_sizes(world: object, batch: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,6 +19,7 @@ from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile.layout import make_layout, named_values
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.explain.plan import brief
 from autoptd.layout.layout import Layout
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.stage import Stage, stage_axes
@@ -42,6 +44,7 @@ from autoptd.text import printable
 if TYPE_CHECKING:
     from autoptd.checkpoint.session import Session, Stateful
 
+_Rank = namedtuple("_Rank", "rank size")  # on an axis without communication
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
 
@@ -88,6 +91,10 @@ class Parallel:
         self._loss: Tensor | None = None  # the last step's
         self._meter = meter_of(plan)
         self._communicators: Communicators | None = None
+
+    def __repr__(self) -> str:
+        rank = "" if self._communicators is None else f", rank {self._communicators.rank}, step {self.step}"
+        return f"<Parallel {brief(self.plan)}{rank}>"
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
         """Write the stage files and the plan into a folder, and return its path.
@@ -390,10 +397,3 @@ class Parallel:
         model = self._source.model
         others = values_for(model, [n for n in model.state_dict(keep_vars=True) if n not in found], self._seed)
         return {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
-
-
-class _Rank:
-    """A rank and size on an axis without communication."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size

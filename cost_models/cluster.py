@@ -19,9 +19,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from autoptd.cost_models.complaints import brief, describe_mistakes, one_line, read_text
+from autoptd.cost_models.clusters.device import AttentionRates as AttentionRates
+from autoptd.cost_models.clusters.device import ClusterPart, Device, Fraction, Name, Ranks, Rate, Seconds, Sustained
+from autoptd.cost_models.clusters.device import HostMemory as HostMemory
+from autoptd.cost_models.clusters.device import Peaks as Peaks
+from autoptd.cost_models.complaints import brief, describe_mistakes, read_text
 from autoptd.cost_models.wiring import MOST_WIRED, check_wiring
 from autoptd.errors import ClusterError, nearest
 
@@ -30,13 +34,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Rate = Annotated[float, Field(ge=1, le=1e24, allow_inf_nan=False)]  # larger ones would overflow in predictions
-Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]  # of one launch, hop or message
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(one_line)]  # quoted in other files
-Fraction = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)]
-Ranks = Annotated[int, Field(gt=0, lt=2**31)]
-Processors = Annotated[int, Field(ge=0, lt=2**20)]
-Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _UNIT = Field(max_length=MOST_WIRED)
 _MOST_BYTES = 256 * 1024  # of a cluster file; the shipped ones have 4 KiB
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')\s*"""
@@ -44,116 +41,7 @@ _LONG_KEY = re.compile(rf"(?<![\w\-]){_PART}(?:\.\s*{_PART}){{30}}")  # tomllib'
 _NCCL_PROTOCOLS: Final = ("LL", "LL128", "Simple")
 
 
-class _ClusterPart(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class Peaks(_ClusterPart):
-    """Dense matmul peak of one device in flop/s, by the precision of its operands."""
-
-    fp64: Rate
-    fp32: Rate
-    bf16: Rate
-    fp16: Rate
-    fp8: Rate | None = None  # None: the device has no such rate
-
-    def of(self, dtype: str) -> float:
-        """Return the peak for a precision. Raises ValueError naming the known ones."""
-        if dtype not in type(self).model_fields:
-            raise ValueError(f"no matmul peak for precision {dtype!r}; {nearest(dtype, type(self).model_fields)}")
-        if getattr(self, dtype) is None:
-            raise ValueError(f"the device has no matmul peak for precision {dtype!r}")
-        return float(getattr(self, dtype))
-
-
-class Sustained(_ClusterPart):
-    """The fraction of a peak that real programs reach, and the source of its measurement."""
-
-    fraction: Fraction = 1.0
-    source: str = ""
-
-
-class AttentionRates(_ClusterPart):
-    """Fractions of the matmul peak that one implementation of fused attention sustains, and its tiles' start."""
-
-    forward: Fraction
-    backward: Fraction
-    head_overhead: Overhead | None = None  # None: the device's
-    start: Overhead = 0.0  # of a tile of the forward pass, in keys
-    backward_start: Overhead = 0.0  # of a tile of the backward pass, in queries
-    rows: Annotated[Processors, Field(gt=0)] = 128  # queries of a tile of the forward pass
-    source: str = ""
-
-
-class HostMemory(_ClusterPart):
-    """The memory of a node's host, and rates of one device's share of it: of copies there and back while all devices of
-    the host copy, and of the optimizer step there, which reads and writes the host's memory."""
-
-    memory_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None  # of a node; None: unknown, and not checked
-    memory_source: str = ""
-    to_bytes_per_s: Rate = 5.8e9
-    from_bytes_per_s: Rate = 5.4e9
-    step_bytes_per_s: Rate = 16e9
-    source: str = (
-        "copies: 8 A100 on PCIe, all at once (github.com/Dazz993/Mist, tuned_configs); step: 10e9 parameters in 2.2 s "
-        "on two Xeon 8168 (Ren et al. 2021, ZeRO-Offload, table of CPU-Adam; quoted from memory), for 8 devices"
-    )
-
-
-class Device(_ClusterPart):
-    """One accelerator (or one CPU process). Sizes in bytes, rates per second, times in seconds."""
-
-    name: Name
-    source: str = ""
-    reported_names: Annotated[tuple[str, ...], Field(max_length=64)] = ()  # results of torch.cuda.get_device_name
-    memory_bytes: Annotated[int, Field(gt=0, lt=2**63)]
-    context_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # driver and loaded kernels, before the first tensor
-    memory_bytes_per_s: Rate
-    launch_s: Seconds = 0.0  # added to every kernel
-    dispatch_s: Seconds = 0.0  # of the host per op that it launches: a lower bound of the step's time
-    multiprocessors: Annotated[Processors, Field(gt=0)] | None = None  # None: matmuls of all shapes run at one rate
-    collective_multiprocessors: Processors = 0  # taken by collectives from kernels that run at the same time
-    k_overhead: Overhead = 0.0  # of a tile of a matmul, in steps along k
-    head_overhead: Overhead = 0.0  # of attention, in elements of a head
-    matmul_flops_per_s: Peaks
-    matmul_sustained: Sustained = Sustained()
-    fp8_sustained: Sustained | None = None  # of products in fp8; None: the fraction of the others
-    attention_sustained: Sustained = Sustained()  # forward
-    attention_backward_sustained: Sustained | None = None  # None: as forward
-    attention: Annotated[dict[Name, AttentionRates], Field(max_length=64)] = {}  # implementations by name
-    memory_sustained: Sustained = Sustained()
-    rows_sustained: Sustained | None = None  # by kernels that need whole rows (softmax, norms); None: as by others
-    additions_per_s: Rate | None = None  # of elements that are added up by index; None: as fast as they are read
-    host: HostMemory = HostMemory()
-
-    @model_validator(mode="after")
-    def _has_usable_memory(self) -> Device:
-        if self.context_bytes >= self.memory_bytes:
-            raise ValueError(f"context_bytes {self.context_bytes} must be less than memory_bytes {self.memory_bytes}")
-        return self
-
-    @property
-    def kind(self) -> str:
-        """The torch device type: "cpu" for a process on a CPU, which has no multiprocessors, else "cuda"."""
-        return "cuda" if self.multiprocessors else "cpu"
-
-    @property
-    def collective_share(self) -> float:
-        """The fraction of the device that collectives take while they overlap with kernels."""
-        return self.collective_multiprocessors / self.multiprocessors if self.multiprocessors else 0.0
-
-    def matmul_fraction(self, dtype: str) -> float:
-        """Return the fraction of the matmul peak that products of a precision sustain."""
-        found = self.fp8_sustained if dtype == "fp8" else None
-        return (found or self.matmul_sustained).fraction
-
-    @property
-    def usable_bytes(self) -> int:
-        """Memory available to tensors and the allocator."""
-        return self.memory_bytes - self.context_bytes
-
-
-class InSwitch(_ClusterPart):
+class InSwitch(ClusterPart):
     """Reduction in a level's switch (NVLink SHARP): sustained fraction of `bytes_per_s`, and latency of a pass."""
 
     fraction: Fraction
@@ -161,7 +49,7 @@ class InSwitch(_ClusterPart):
     source: str = ""
 
 
-class Link(_ClusterPart):
+class Link(ClusterPart):
     """One level of links, joining groups of `ranks` neighbouring ranks; None on the last level if it is unbounded.
 
     `bytes_per_s` is per GPU in one direction: its own share if several GPUs share a NIC. `port_bytes_per_s` is the rate
@@ -200,14 +88,14 @@ class Link(_ClusterPart):
         return min(self.bytes_per_s * sharers / active, alone) * self.sustained.fraction
 
 
-class Pool(_ClusterPart):
+class Pool(ClusterPart):
     """`ranks` devices of another type on the same links, in whole nodes."""
 
     device: Device
     ranks: Ranks
 
 
-class Cluster(_ClusterPart):
+class Cluster(ClusterPart):
     """A named device and its levels of links, innermost first.
 
     `others`: devices of other types in the same cluster; all other ranks of a world have `device`.
@@ -236,6 +124,23 @@ class Cluster(_ClusterPart):
             if outer <= inner or outer % inner:
                 raise ValueError(f"levels must nest: {outer} ranks is not a larger multiple of {inner} ranks")
         return self
+
+    @model_validator(mode="after")
+    def _states_prices_of_all_devices(self) -> Cluster:
+        devices = [self.device, *(pool.device for pool in self.others)]
+        for field in ("price_per_hour", "watts"):
+            if len({getattr(device, field) is None for device in devices}) > 1:
+                lacking = next(device.name for device in devices if getattr(device, field) is None)
+                raise ValueError(f"{field} is stated for some devices, but not for {lacking}")
+        if len(found := {device.currency for device in devices}) > 1:
+            raise ValueError(f"devices have prices in several currencies: {', '.join(map(repr, sorted(found)))}")
+        return self
+
+    @property
+    def unpriced(self) -> Cluster:
+        """The cluster without prices and watts, which no plan depends on."""
+        others = tuple(pool.model_copy(update={"device": pool.device.unpriced}) for pool in self.others)
+        return self.model_copy(update={"device": self.device.unpriced, "others": others})
 
     @property
     def pools(self) -> tuple[Cluster, ...]:
@@ -344,6 +249,10 @@ class Cluster(_ClusterPart):
             f"  matmul  bf16 {peaks.bf16 / 1e12:.4g} Tflop/s, fp32 {peaks.fp32 / 1e12:.4g} Tflop/s, "
             f"{device.matmul_sustained.fraction:.0%} sustained",
         ]
+        price = [] if device.price_per_hour is None else [f"{device.price_per_hour:g} {device.currency}".strip()]
+        stated = [f"{text} per device-hour" for text in price]
+        stated += [] if device.watts is None else [f"{device.watts:g} W"]
+        lines += [f"  costs   {', '.join(stated)}"] if stated else []
         for level in self.levels:
             size = f"{level.ranks} GPUs" if level.ranks else "any number of GPUs"
             lines.append(

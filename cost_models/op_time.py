@@ -33,7 +33,7 @@ Every kernel takes `launch_s` in addition. All functions are pure functions of n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from autoptd.cost_models.cluster import AttentionRates, Device
@@ -71,7 +71,8 @@ class OpWork:
     experts, or add up those of a token. `rows`: queries and keys of each kernel of attention that runs in several.
     `added`: elements that are added up by index, and `counted` the bytes
     that they move if another kernel's `nbytes` has them: their additions then take what is left of their time. `odd`:
-    rows of an operand or of the result of a product have an odd number of elements.
+    rows of an operand or of the result of a product have an odd number of elements. `origin`: name of the node of the
+    graph that it is a part of.
     """
 
     kind: str
@@ -93,6 +94,7 @@ class OpWork:
     added: float = 0.0
     counted: float = 0.0
     odd: bool = False
+    origin: str = field(default="", compare=False)
 
     @property
     def attends(self) -> bool:
@@ -141,15 +143,27 @@ def attention_s(device: Device, work: OpWork) -> float:
     rates = device.attention.get(work.implementation) or _usual_rates(device)
     flops = work.flops
     if work.m and work.n and work.k:
-        share = 1.0
-        if work.causal:  # blocks on and below the diagonal
-            blocks = -(-max(work.m, work.n) // (ATTENTION_BLOCK if work.backward else rates.rows))
-            share = (blocks + 1) / (2 * blocks)
+        share = _unmasked_share(work, rates)
         overhead = device.head_overhead if rates.head_overhead is None else rates.head_overhead
         flops *= share * (1 + overhead / work.k) * _tiles_slowdown(device.multiprocessors, work, rates, share)
     fraction = rates.backward if work.backward else rates.forward
     compute_s = flops / (device.matmul_flops_per_s.of(work.dtype) * fraction)
     return max(compute_s, memory_s(device, work.nbytes))
+
+
+def _unmasked_share(work: OpWork, rates: AttentionRates) -> float:
+    """Return the share of the scores that a kernel computes: under a causal mask, blocks on and below the diagonal."""
+    if not work.causal or not work.m or not work.n:
+        return 1.0
+    blocks = -(-max(work.m, work.n) // (ATTENTION_BLOCK if work.backward else rates.rows))
+    return (blocks + 1) / (2 * blocks)
+
+
+def executed_flops(device: Device, work: OpWork) -> float:
+    """Return the floating-point operations that a kernel executes: those of attention without what the mask skips."""
+    if work.kind != "attention":
+        return work.flops
+    return work.flops * _unmasked_share(work, device.attention.get(work.implementation) or _usual_rates(device))
 
 
 def _usual_rates(device: Device) -> AttentionRates:

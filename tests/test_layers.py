@@ -24,7 +24,7 @@ passes
 plans.data
 plans.checks
 plans.files
-explain.tables
+explain.tables explain.costs
 explain.timeline explain.choices
 explain.breakdown explain.plan
 explain.compare

@@ -29,6 +29,14 @@ def test_the_public_names_are_frozen():
     assert autoptd.__all__ == [*types, "parallelize", "plan", "shared", "trace"]
 
 
+def test_dir_lists_the_public_names():
+    import importlib.metadata
+
+    autoptd.Plan.load  # noqa: B018  loads submodules, which become attributes
+    assert dir(autoptd) == sorted([*autoptd.__all__, "__version__"])
+    assert autoptd.__version__ == importlib.metadata.version("autoptd")
+
+
 def test_importing_autoptd_does_not_import_torch_or_a_solver():
     code = "import sys, autoptd; sys.exit(not {'torch', 'pulp', 'highspy'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

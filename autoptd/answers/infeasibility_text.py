@@ -16,7 +16,8 @@ _STAGES = 4  # listed one by one
 def conflict_text(found: Conflict, width: int = WIDTH) -> str:
     """Return the conflicting constraints, the shortfall of each stage, and a table of remedies with step times."""
     parts: list[RenderableType] = [Text(_blame(found)), *map(Text, _missing(found))]
-    table = columns("", "step>", "tokens/s>", "plan", gap=1 if width < WIDTH else 2, whole=True)
+    units = {remedy.plan.unit for remedy in found.remedies}
+    table = columns("", "step>", f"{'/'.join(sorted(units))}/s>", "plan", gap=1 if width < WIDTH else 2, whole=True)
     for remedy in found.remedies:
         predicted = remedy.plan.predicted
         note = " (predicted only)" if remedy.kind == PREDICTED_ONLY and remedy.plan.not_runnable else ""

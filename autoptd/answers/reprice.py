@@ -34,6 +34,8 @@ def sharding_query_of(plan: Plan, traced: TracedModel, cluster: Cluster | None =
         experts=experts_on_tp(mesh.tp, mesh.ep, mesh.etp, traced.known.facts.expert_counts if mesh.ep > 1 else ()),
         kernels=plan.method.kernels,
         attention=plan.method.attention,
+        fp8=plan.method.fp8,
+        permutation=plan.method.permutation,
         context=plan.method.context,
         policies=tuple(policy for policy in PARTIAL if policy in plan.partial),
         world=0 if is_even(cluster or plan.cluster, plan.mesh.tp, 1) else plan.world,
@@ -45,7 +47,18 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
 
     Whether the plan fits is not checked. Raises PlanFileError for the plan of another graph.
     """
-    tensors = traced.known.tensors(sharding_query_of(plan, traced, cluster))
+    return simulated(timed(*chunks_of(plan, traced, cluster), ())).seconds
+
+
+def chunks_of(plan: Plan, traced: TracedModel, cluster: Cluster | None = None) -> tuple[ChunkCosts, StageSolution]:
+    """Return the costs that a plan was predicted from, and its stages, for its own cluster or another.
+
+    Raises PlanFileError for the plan of another graph.
+    """
+    where = cluster or plan.cluster
+    tensors = traced.known.tensors(sharding_query_of(plan, traced, where))
+    kinds = [pool.device.name for pool in where.pools]
+    devices = [plan.route.of(plan.stages, rank)[0].device for rank in range(plan.mesh.pp)]
     candidate = Candidate(
         dp=plan.mesh.dp,
         tp=plan.mesh.tp,
@@ -59,13 +72,14 @@ def step_time_on(plan: Plan, traced: TracedModel, cluster: Cluster) -> float:
         etp=plan.mesh.etp,
         schedule=plan.schedule.kind,
         virtual=plan.schedule.virtual,
+        pools=tuple(map(kinds.index, devices)) if where.others else (),
     )
     sharded = tensors.priced(read_sharding(traced, plan))
     chunks = ChunkCosts(tensors, sharded, candidate, _method(plan), plan.precision, plan.optimizer)
     solution = StageSolution(
         tuple((stage.first, stage.last) for stage in plan.stages), tuple(plan.policies(stage) for stage in plan.stages)
     )
-    return simulated(timed(chunks, solution, ())).seconds
+    return chunks, solution
 
 
 def _method(plan: Plan) -> SearchOptions:

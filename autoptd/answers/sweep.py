@@ -18,6 +18,7 @@ from typing import Any
 from autoptd.answers.query import PlanQuery
 from autoptd.errors import AutoptdError, DoesNotFit, InputsError, PlanError
 from autoptd.explain.choices import short
+from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent, counted
 
@@ -30,7 +31,7 @@ class SweepPoint:
 
     values: Mapping[str, object]  # swept name -> value
     found: Plan | AutoptdError
-    price_per_hour: float | None = None  # of one device
+    costs: CostQuestion = AS_STATED
     first: Plan | None = None
     before: Plan | None = None
 
@@ -48,17 +49,9 @@ class SweepPoint:
         return None if self.plan is None else self.plan.predicted.step_time_s * self.plan.world
 
     @property
-    def cost_per_step(self) -> float | None:
-        if self.device_seconds is None or self.price_per_hour is None:
-            return None
-        return self.device_seconds / 3600 * self.price_per_hour
-
-    @property
-    def cost_per_billion_tokens(self) -> float | None:
-        if self.cost_per_step is None or self.plan is None:
-            return None
-        predicted = self.plan.predicted
-        return self.cost_per_step / (predicted.tokens_per_s * predicted.step_time_s) * 1e9
+    def cost(self) -> TrainingCost | None:
+        """Cost of training under the plan."""
+        return None if self.plan is None else self.costs.of(self.plan)
 
     @property
     def efficiency(self) -> float | None:
@@ -81,12 +74,13 @@ class SweepPoint:
         return self.added is None or self.added >= PAYS
 
     def to_data(self) -> dict[str, Any]:
-        """Return the row as JSON data: seconds, bytes, and costs in the currency of the given price."""
+        """Return the row as JSON data: seconds, bytes, and costs in the currency of the price."""
         data: dict[str, Any] = {"values": dict(self.values), "fits": self.fits}
         if self.plan is None:
             assert isinstance(self.found, AutoptdError)
             return data | {"reason": reason(self.found), "error": type(self.found).__name__}
-        predicted = self.plan.predicted
+        predicted, cost = self.plan.predicted, self.cost
+        assert cost is not None
         return data | {
             "plan": short(self.plan),
             "world": self.plan.world,
@@ -96,8 +90,8 @@ class SweepPoint:
             "mfu": predicted.mfu,
             "memory_bytes": predicted.memory_bytes,
             "device_seconds": self.device_seconds,
-            "cost_per_step": self.cost_per_step,
-            "cost_per_billion_tokens": self.cost_per_billion_tokens,
+            "unit": cost.unit,
+            "cost": cost.to_data(),
             "scaling_efficiency": self.efficiency,
             "added_efficiency": self.added,
             "predicted_only": list(self.plan.not_runnable),
@@ -108,7 +102,7 @@ def sweep(
     query: PlanQuery,
     over: Mapping[str, Sequence[Any]],
     *,
-    price_per_hour: float | None = None,
+    costs: CostQuestion = AS_STATED,
     progress: Progress | None = None,
 ) -> list[SweepPoint]:
     """Plan for every combination of values; one that does not fit or is invalid is a point as well.
@@ -128,7 +122,7 @@ def sweep(
         alike = [p for p in points if p.plan is not None and _others(p.values) == _others(values)]
         plans = [p.plan for p in alike]
         first = plans[0] if plans else found if isinstance(found, Plan) else None
-        points.append(SweepPoint(values, found, price_per_hour, first, plans[-1] if plans else None))
+        points.append(SweepPoint(values, found, costs, first, plans[-1] if plans else None))
     return points
 
 

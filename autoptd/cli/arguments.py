@@ -1,4 +1,4 @@
-"""Parsers of command-line values: `--fix`, `--assume`, `--sweep`, counts, times and prices.
+"""Parsers of command-line values: `--fix`, `--assume`, `--sweep`, counts and times.
 
 Nothing here imports torch, so `--help` and usage errors are printed at once.
 """
@@ -199,19 +199,10 @@ def count(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Parse a positive number of seconds."""
-    return _positive(text, "number of seconds")
-
-
-def price(text: str) -> float:
-    """Parse a positive price of one device for one hour, in any currency."""
-    return _positive(text, "price")
-
-
-def _positive(text: str, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return value

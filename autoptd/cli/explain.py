@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoptd.cli.arguments import UsageError
+from autoptd.cli.costs import asks_cost, cost_question
 from autoptd.cli.output import model_of, print_json, progress_of, show, width
 from autoptd.cli.traced import ModelToPlan
 from autoptd.outputs import refuse_unwritable, write_whole
@@ -20,13 +21,17 @@ DONE, NO = 0, 1
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """Print a plan; with `--memory` its memory formulas, with `--op` the alternatives to one choice."""
+    """Print a plan; with `--memory` its memory formulas, with `--op` the alternatives to one choice,
+    with `--ops` the time by module and kernel."""
     from autoptd.explain.plan import explain, fullest_rank, headline, prediction
     from autoptd.plans.model import Plan
 
-    if arguments.memory and arguments.op:
-        raise UsageError("--memory and --op are two different reports", fix="give one of them")
-    plan = Plan.load(arguments.plan)
+    reports = [name for name in ("memory", "op", "ops") if getattr(arguments, name)]
+    if len(reports) > 1:
+        raise UsageError(f"--{reports[0]} and --{reports[1]} are two different reports", fix="give one of them")
+    if reports and (asked := asks_cost(arguments)):
+        raise UsageError(f"{asked} is not for --{reports[0]}", fix="leave it out")
+    plan, costs = Plan.load(arguments.plan), cost_question(arguments)
     if arguments.svg:
         from autoptd.report.pictures import memory_picture
 
@@ -35,11 +40,13 @@ def run_explain(arguments: argparse.Namespace) -> int:
         return _memory(arguments, plan)
     if arguments.op:
         return _op(arguments, plan)
+    if arguments.ops:
+        return _ops(arguments, plan)
     if arguments.json:
         texts = {"headline": headline(plan), "prediction": prediction(plan), "memory": fullest_rank(plan)}
-        print_json({**texts, "plan": json.loads(plan.to_json())})
+        print_json({**texts, "cost": costs.of(plan).to_data(), "plan": json.loads(plan.to_json())})
     else:
-        show(explain(plan, width(), arguments.all))
+        show(explain(plan, width(), arguments.all, costs))
     return DONE
 
 
@@ -66,6 +73,20 @@ def _op(arguments: argparse.Namespace, plan: Plan) -> int:
         print_json({"found": [one.to_data() for one in found], "left_out": [slot.node for slot in left]})
     else:
         show(op_alternatives_text(plan, found, left, width()))
+    return DONE
+
+
+def _ops(arguments: argparse.Namespace, plan: Plan) -> int:
+    traced = _model(arguments, plan, progress_of(arguments)).traced().for_batch(plan.batch)
+    from autoptd.answers.op_costs import op_costs
+    from autoptd.answers.op_costs_text import op_costs_data, op_costs_text
+    from autoptd.answers.parameter_totals import parameter_totals
+
+    found = op_costs(plan, traced), parameter_totals(plan, traced)
+    if arguments.json:
+        print_json(op_costs_data(plan, *found))
+    else:
+        show(op_costs_text(plan, *found, width(), arguments.all))
     return DONE
 
 
@@ -106,13 +127,13 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from autoptd.explain.compare import compare, comparison_data
     from autoptd.plans.model import Plan
 
-    a, b = Plan.load(arguments.a), Plan.load(arguments.b)
+    a, b, costs = Plan.load(arguments.a), Plan.load(arguments.b), cost_question(arguments)
     if arguments.html:
         from autoptd.report.page import comparison_page
 
         write_whole(Path(arguments.html), comparison_page(a, b))
     if arguments.json:
-        print_json(comparison_data(a, b))
+        print_json(comparison_data(a, b, costs))
     else:
-        show(compare(a, b, width=width()))
+        show(compare(a, b, width=width(), costs=costs))
     return DONE if a == b else NO

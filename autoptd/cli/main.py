@@ -28,13 +28,13 @@ from autoptd.cli.arguments import (
     UsageError,
     count,
     module_name,
-    price,
     read_assume,
     read_fix,
     read_split,
     read_sweep,
     seconds,
 )
+from autoptd.cli.costs import add_cost_arguments, cost_question
 from autoptd.cli.explain import run_compare, run_explain, run_report
 from autoptd.cli.fault import internal_error, show_traceback
 from autoptd.cli.output import error_data, model_of, print_json, progress_of, show, width
@@ -121,14 +121,15 @@ def _simulate(arguments: argparse.Namespace) -> int:
             raise UsageError("--svg draws the plan's own schedule", fix="leave out --schedule and --virtual")
         timeline_picture(plan, Path(arguments.svg))
     schedule, timeline = simulate_plan(plan, arguments.schedule, arguments.virtual)
+    costs = cost_question(arguments)
     if arguments.trace:
         from autoptd.cost_models.perfetto import trace_text
 
         write_whole(Path(arguments.trace), trace_text(timeline, rank_names(plan)))
     if arguments.json:
-        print_json(summary(plan, schedule, timeline))
+        print_json(summary(plan, schedule, timeline, costs))
     else:
-        show(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width()))
+        show(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width(), costs))
         if arguments.trace:
             show(f"\ntrace saved to {arguments.trace}; open it at ui.perfetto.dev")
         if arguments.svg:
@@ -286,6 +287,7 @@ def _parser() -> _Parser:
     plan.add_argument("--as", dest="as_", choices=SYSTEM_NAMES, help=system)
     _add_constraints(plan)
     _add_answers(plan)
+    add_cost_arguments(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")
     plan.add_argument("--others", action="store_true", help="plan the runners-up too, and keep them in the plan")
     plan.add_argument("--html", metavar="FILE", help="write a report as an HTML page, with the runners-up")
@@ -296,7 +298,11 @@ def _parser() -> _Parser:
     explain.add_argument("--svg", metavar="FILE", help="save a picture of the memory; needs matplotlib")
     explain.add_argument("--memory", action="store_true", help="show memory as formulas; traces the model")
     explain.add_argument("--op", metavar="NAME", help="show the alternatives to its split; traces the model")
-    explain.add_argument("--model", metavar="MODEL", help=f"for --memory, --op: {_MODEL_HELP} (default: the plan's)")
+    explain.add_argument("--ops", action="store_true", help="show the time by module and kernel; traces the model")
+    explain.add_argument(
+        "--model", metavar="MODEL", help=f"for --memory, --op, --ops: {_MODEL_HELP} (default: the plan's)"
+    )
+    add_cost_arguments(explain)
     report = command("report", run_report, "write a plan as an HTML page that needs no server")
     report.add_argument("plan", metavar="PLAN", help="a plan file")
     report.add_argument("-o", "--out", metavar="FILE", help="default: the plan's name with .html, in this folder")
@@ -306,6 +312,7 @@ def _parser() -> _Parser:
     compare.add_argument("a", metavar="A", help="a plan file")
     compare.add_argument("b", metavar="B", help="another plan file")
     compare.add_argument("--html", metavar="FILE", help="also write them side by side as an HTML page")
+    add_cost_arguments(compare)
     simulate = command("simulate", _simulate, "simulate one step of a plan and show where its time goes")
     simulate.add_argument("plan", metavar="PLAN", help="a plan file")
     simulate.add_argument(
@@ -316,6 +323,7 @@ def _parser() -> _Parser:
     )
     simulate.add_argument("--virtual", type=count, metavar="N", help="equal chunks per rank (with interleaved)")
     simulate.add_argument("--svg", metavar="FILE", help="save a picture of the timeline; needs matplotlib")
+    add_cost_arguments(simulate)
     simulate.add_argument("--trace", metavar="FILE", help="save a trace for ui.perfetto.dev or chrome://tracing")
     emit = command("emit", _emit, "write the program of each stage as Python files")
     emit.add_argument("plan", metavar="PLAN", help="a plan file")
@@ -384,7 +392,6 @@ def _add_answers(plan: argparse.ArgumentParser) -> None:
     many.add_argument("--pins", action="store_true", help="the cost of each constraint: the plan without it")
     many.add_argument("--sensitivity", action="store_true", help="the best plan if a rate or the memory is 20%% off")
     plan.add_argument("--svg", metavar="FILE", help="with --sweep or --pareto: save a picture; needs matplotlib")
-    plan.add_argument("--price-per-gpu-hour", type=price, metavar="X", help="with --sweep: add costs to the table")
     plan.add_argument("--why", action="store_true", help="if nothing fits: try every remedy, however long it takes")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoptd.cli.arguments import UsageError, all_fixed
+from autoptd.cli.costs import asks_cost, cost_question
 from autoptd.cli.output import error_data, print_json, progress_of, show, width
 from autoptd.cli.traced import ModelToPlan
 from autoptd.errors import DoesNotFit
@@ -71,8 +73,9 @@ def _check(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]]) -> 
             raise UsageError(f"{many} makes many plans, and {option} is for one", fix="leave out one of the two")
     if arguments.pins and not arguments.fix:
         raise UsageError("--pins is for constraints, and none is given", fix="add --fix, --split, --cut, …")
-    if arguments.price_per_gpu_hour is not None and not swept:
-        raise UsageError("--price-per-gpu-hour is for --sweep", fix="add --sweep world=8,16,…")
+    others = [name for name in ("pareto", "pins", "sensitivity") if getattr(arguments, name)]
+    if others and (asked := asks_cost(arguments)):
+        raise UsageError(f"{asked} is not for --{others[0]}", fix="leave it out")
     for file in filter(None, (arguments.out, arguments.html)):
         refuse_unwritable(Path(file))
     if arguments.svg:
@@ -137,12 +140,15 @@ def _one(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) ->
         from autoptd.answers.constraint_costs import pin_costs, pins_text
 
         return _show_rows(arguments, query, plan, "without", pin_costs(query, plan, progress), pins_text)
-    if arguments.json:
+    costs = cost_question(arguments)
+    if arguments.json and costs.is_asked:
+        print_json({"plan": json.loads(plan.to_json()), "cost": costs.of(plan).to_data()})
+    elif arguments.json:
         show(plan.to_json())
     else:
         from autoptd.explain.plan import explain
 
-        show(explain(plan, width(), arguments.all))
+        show(explain(plan, width(), arguments.all, costs))
         if saved := list(filter(None, (arguments.out, arguments.html))):
             show(f"\nsaved to {' and '.join(saved)}")
     return DONE
@@ -152,7 +158,7 @@ def _sweep(arguments: argparse.Namespace, query: PlanQuery, over: dict[str, Any]
     from autoptd.answers.sweep import sweep
     from autoptd.answers.sweep_text import sweep_text
 
-    points = sweep(query, over, price_per_hour=arguments.price_per_gpu_hour, progress=progress)
+    points = sweep(query, over, costs=cost_question(arguments), progress=progress)
     notes = []
     if arguments.batch is None and "batch" not in over:
         of = f"{query.world}, the largest world, at every point" if len(over.get("world", ())) > 1 else str(query.world)

@@ -9,13 +9,20 @@ from rich.table import Table
 from rich.text import Text
 
 from autoptd.explain.breakdown import CostTerm, compared, memory_terms, time_terms
+from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, large, money, number
 from autoptd.explain.plan import MOST_TERMS, SIGNIFICANT, choice_lines, headline
 from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section, signed, words
 from autoptd.plans.data import PlanData
 from autoptd.text import fold_names
 
 
-def compare(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), width: int = WIDTH) -> str:
+def compare(
+    a: PlanData,
+    b: PlanData,
+    names: tuple[str, str] = ("A", "B"),
+    width: int = WIDTH,
+    costs: CostQuestion = AS_STATED,
+) -> str:
     """Return two plans side by side: which is faster, the terms that make it so, all choices and splits that differ."""
     if a == b:
         return f"{names[0]} and {names[1]} are the same plan: {headline(a)}\n"
@@ -28,6 +35,7 @@ def compare(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), width
     parts += section("Choices that differ", _sides(names, chosen))
     step = CostTerm("step", a.predicted.step_time_s, b.predicted.step_time_s)
     parts += section("Time of one step, largest difference first", _sides(names, _term_rows([*time, step], seconds)))
+    parts += section("Cost", _sides(names, _cost_rows(costs.of(a), costs.of(b))))
     full_a, full_b = memory_terms(a), memory_terms(b)
     memory = [*compared(full_a, full_b), CostTerm("total", sum(full_a.values()), sum(full_b.values()))]
     parts += section("Memory of the fullest rank, largest difference first", _sides(names, _term_rows(memory, gib)))
@@ -35,13 +43,14 @@ def compare(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), width
     return render(parts, width)
 
 
-def comparison_data(a: PlanData, b: PlanData) -> dict[str, object]:
+def comparison_data(a: PlanData, b: PlanData, costs: CostQuestion = AS_STATED) -> dict[str, object]:
     """Return the comparison as JSON data: seconds and bytes by term, and every field of the plans that differs."""
     return {
         "same": a == b,
         "verdict": verdict(a, b),
         "time_s": [term.to_data() for term in compared(*time_terms(a, b))],
         "memory_bytes": [term.to_data() for term in compared(memory_terms(a), memory_terms(b))],
+        "cost": [costs.of(plan).to_data() for plan in (a, b)],
         "differences": differences(a, b),
     }
 
@@ -81,6 +90,28 @@ def _term_rows(terms: Sequence[CostTerm], text: Callable[[float], str]) -> list[
         difference = signed(term.difference, text(term.difference)) if term.difference else "same"
         sides = [text(value) if value else "–" for value in (term.a, term.b)]
         rows.append((words(term.name), sides[0], sides[1], f"{difference}{change}"))
+    return rows
+
+
+def _cost_rows(a: TrainingCost, b: TrainingCost) -> list[tuple[str, str, str, str]]:
+    """Return the figures that both plans have; those in different currencies have no difference."""
+    run = "" if a.units is None else f" of {large(a.units)} {a.unit}"
+    figures = [
+        ("cost per step", a.per_step, b.per_step, True),
+        (f"cost per billion {a.unit}", a.per_billion if a.unit == b.unit else None, b.per_billion, True),
+        (f"days{run}", a.days, b.days, False),
+        (f"device-hours{run}", a.device_hours, b.device_hours, False),
+        (f"cost{run}", a.total, b.total, True),
+        (f"MWh{run}", a.energy_mwh, b.energy_mwh, False),
+    ]
+    rows = []
+    for name, x, y, paid in figures:
+        if x is None or y is None:
+            continue
+        sides = [money(v, c.currency) if paid else number(v) for v, c in ((x, a), (y, b))]
+        change = f" ({(y - x) / x:+.1%})" if x and y != x else ""
+        difference = "" if paid and a.currency != b.currency else f"{signed(y - x, number(y - x))}{change}"
+        rows.append((name, sides[0], sides[1], "same" if x == y and difference else difference))
     return rows
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.explain.choices import choices, offloaded, recompute_text
+from autoptd.explain.costs import AS_STATED, CostQuestion, cost_lines
 from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
 from autoptd.plans.data import PlanData, StagePlan
 from autoptd.text import fold_table, printable, ranges
@@ -50,12 +51,16 @@ _GRADIENTS = {
 }
 
 
-def explain(plan: PlanData, width: int = WIDTH, all: bool = False) -> str:
-    """Return the plan as text of at most `width` columns; with `all`, every stage, activation and op."""
+def explain(plan: PlanData, width: int = WIDTH, all: bool = False, costs: CostQuestion = AS_STATED) -> str:
+    """Return the plan as text of at most `width` columns; with `all`, every stage, activation and op.
+
+    `costs`: a price or a run that is asked about.
+    """
     parts: list[RenderableType] = [
         Text(headline(plan)),
         Text(steps(plan)),
         Text(prediction(plan)),
+        *map(Text, cost_lines(costs.of(plan))),
         Text(fullest_rank(plan)),
         Text(method(plan)),
         *section("Time of one step", _time_table(plan)),
@@ -84,6 +89,13 @@ def headline(plan: PlanData) -> str:
     return f"{where}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}{system}"
 
 
+def brief(plan: PlanData) -> str:
+    """Return the plan in a few words: `gpt2 on 8 × dgx-h100: dp 8 × tp 1 × pp 1, 31 ms/step, 2,110,000 tokens/s`."""
+    predicted = plan.predicted
+    rate = f"{seconds(predicted.step_time_s)}/step, {predicted.tokens_per_s:,.0f} {plan.unit}/s"
+    return f"{plan.model} on {plan.world} × {plan.cluster.name}: {plan.mesh}, {rate}"
+
+
 def steps(plan: PlanData) -> str:
     """Return the makeup of a step: `a step of 512 samples, s 2048: 512 microbatches of 1, 1F1B, bf16, adamw`."""
     count = plan.schedule.microbatches
@@ -99,10 +111,8 @@ def steps(plan: PlanData) -> str:
 def prediction(plan: PlanData) -> str:
     """Return the prediction of the cost models in one line."""
     predicted = plan.predicted
-    return (
-        f"predicted {seconds(predicted.step_time_s)}/step, {predicted.tokens_per_s:,.0f} tokens/s, "
-        f"MFU {predicted.mfu:.1%}"
-    )
+    rate = f"{predicted.tokens_per_s:,.0f} {plan.unit}/s"
+    return f"predicted {seconds(predicted.step_time_s)}/step, {rate}, MFU {predicted.mfu:.1%}"
 
 
 def fullest_rank(plan: PlanData) -> str:

@@ -10,6 +10,7 @@ from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import PRICED, ChunkTimes, Overlap, StageTimes, times_from_data
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
+from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, cost_lines
 from autoptd.explain.tables import seconds
 from autoptd.plans.data import PlanData
 from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists
@@ -101,13 +102,19 @@ def simulate_plan(plan: PlanData, kind: str | None = None, virtual: int | None =
     return schedule, simulate(schedule, times, overlap, route_of(kind, len(schedule), chunks_of(schedule)))
 
 
-def summary(plan: PlanData, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+def simulated_cost(plan: PlanData, timeline: Timeline, costs: CostQuestion) -> TrainingCost:
+    """Return the cost of steps as simulated, with what an extra pass for the sums in a loss adds to each."""
+    return costs.of(plan, timeline.makespan_s + plan.predicted.time_s.get("loss_sums", 0.0))
+
+
+def summary(plan: PlanData, schedule: Schedule, timeline: Timeline, costs: CostQuestion = AS_STATED) -> dict[str, Any]:
     """Return the report as JSON data."""
     return {
         "makespan_s": timeline.makespan_s,
         "bubble": timeline.bubble,
         "critical_stage": timeline.critical,
         "exposed_s": timeline.exposed_s,
+        "cost": simulated_cost(plan, timeline, costs).to_data(),
         "stages": [
             {
                 "name": name,
@@ -126,8 +133,16 @@ def rank_names(plan: PlanData) -> list[str]:
     return ["; ".join(stage.modules for stage in stages) for stages in held]
 
 
-def report(plan: PlanData, schedule: Schedule, timeline: Timeline, kind: str, width: int) -> str:
-    """Return the report as text: a headline, a row per pipeline rank, and a picture if `width` suffices."""
+def report(
+    plan: PlanData,
+    schedule: Schedule,
+    timeline: Timeline,
+    kind: str,
+    width: int,
+    costs: CostQuestion = AS_STATED,
+) -> str:
+    """Return the report as text: a headline, the cost of such steps, a row per pipeline rank, and a picture if `width`
+    suffices."""
     virtual = chunks_of(schedule)
     chunks = f" of {virtual} chunks each" if virtual > 1 else ""
     exposed = ", ".join(f"{stream} {_time(value)}" for stream, value in timeline.exposed_s.items())
@@ -137,7 +152,8 @@ def report(plan: PlanData, schedule: Schedule, timeline: Timeline, kind: str, wi
         f"step {_time(timeline.makespan_s)}, bubble {timeline.bubble:.1%}; "
         f"exposed on the busiest stage, {timeline.critical}: {exposed}",
     ]
-    lines = [*(wrapped(line, width) for line in headline), "", *_table(schedule, timeline)]
+    costed = cost_lines(simulated_cost(plan, timeline, costs))
+    lines = [*(wrapped(line, width) for line in (*headline, *costed)), "", *_table(schedule, timeline)]
     if drawn := picture(timeline, width):
         lines += ["", *drawn]
     return "\n".join(lines) + "\n"

@@ -211,6 +211,16 @@ class PlanData(Part):
         """Samples per microbatch and data-parallel rank."""
         return self.sizes["b"]
 
+    @property
+    def unit(self) -> str:
+        """The unit of throughput: "tokens", or "samples" of a model without a sequence whose length is a size."""
+        return "tokens" if "s" in self.sizes else "samples"
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens (or samples, see `unit`) of one step over all ranks."""
+        return self.batch * self.sizes.get("s", 1)
+
     def to_json(self) -> str:
         """Return the text of the plan file: equal bytes for equal plans."""
         held = self.certificate

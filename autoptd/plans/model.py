@@ -11,7 +11,8 @@ from pydantic import ValidationError, model_validator
 from autoptd.cost_models.complaints import parse_json, read_text
 from autoptd.errors import PlanFileError
 from autoptd.explain.compare import compare
-from autoptd.explain.plan import explain
+from autoptd.explain.costs import CostQuestion, TrainingCost
+from autoptd.explain.plan import brief, explain
 from autoptd.outputs import write_whole
 from autoptd.plans.checks import Inconsistent, faults
 from autoptd.plans.data import PlanData
@@ -50,6 +51,20 @@ class Plan(PlanData):
         """Return the plan as text, 100 columns wide; with `all`, every tensor and op as well."""
         return explain(self, all=all)
 
+    def cost(
+        self,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+        price_per_hour: float | None = None,
+        currency: str | None = None,
+    ) -> TrainingCost:
+        """Return the cost of a step, of a billion tokens (or samples), and of a run of `tokens` or `samples`.
+
+        price_per_hour: of one device, in `currency`; default: those of the cluster. Raises PlanError.
+        """
+        return CostQuestion(price_per_hour, currency, tokens, samples).of(self)
+
     def compare(self, other: Plan) -> str:
         """Return a text that compares this plan with another, term by term."""
         return compare(self, other)
@@ -59,6 +74,11 @@ class Plan(PlanData):
 
         `reasons`: parameter -> why it is placed as it is, from `answers.op_alternatives.parameter_reasons`."""
         return plan_page(self, reasons)
+
+    def __repr__(self) -> str:
+        return f"<Plan {brief(self)}>"
+
+    __str__ = __repr__  # pydantic's has every field
 
     def _repr_html_(self) -> str:
         return framed(self.to_html())

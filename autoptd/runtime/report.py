@@ -21,37 +21,41 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     seconds: float  # per step
-    tokens_per_s: float
+    units_per_s: float
     mfu: float
     memory_bytes: int
     averaged: bool = False  # the loss is the mean of per-microbatch losses, not that of the batch
+    unit: str = "tokens"  # that `units_per_s` counts, or "samples" of a model without a sequence
 
     def to_data(self) -> dict[str, float]:
         """Return the numbers for a logger.
 
         `for name, value in report.to_data().items(): writer.add_scalar(name, value, report.step)`
         """
-        return {name: value for name, value in asdict(self).items() if name != "averaged"}
+        numbers = {name: value for name, value in asdict(self).items() if name not in ("averaged", "unit")}
+        return {(f"{self.unit}_per_s" if name == "units_per_s" else name): value for name, value in numbers.items()}
 
     def __str__(self) -> str:
         memory = f"  {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
         loss = f"loss {self.loss:.4f}" + " per microbatch" * self.averaged
         return (
             f"step {self.step:6}  {loss}  |g| {self.grad_norm:.3g}  lr {self.learning_rate:.3g}  "
-            f"{self.seconds:.3g} s  {_count(self.tokens_per_s)} tokens/s  MFU {self.mfu:.1%}{memory}"
+            f"{self.seconds:.3g} s  {_count(self.units_per_s)} {self.unit}/s  MFU {self.mfu:.1%}{memory}"
         )
 
 
 class Meter:
     """Counts steps and seconds between reports."""
 
-    def __init__(self, tokens: float, flops: float, peak_flops_per_s: float, averaged: bool = False) -> None:
-        """`tokens`, `flops`: of one step over all devices; `peak_flops_per_s`: the sum over all devices.
+    def __init__(
+        self, units: float, flops: float, peak_flops_per_s: float, averaged: bool = False, unit: str = "tokens"
+    ) -> None:
+        """`units` (as `unit` says), `flops`: of one step over all devices; `peak_flops_per_s`: the sum over devices.
 
         `averaged`: the loss is the mean of per-microbatch losses.
         """
-        self.step, self._averaged = 0, averaged
-        self._tokens, self._flops, self._peak = tokens, flops, peak_flops_per_s
+        self.step, self._averaged, self._unit = 0, averaged, unit
+        self._units, self._flops, self._peak = units, flops, peak_flops_per_s
         self._since, self._from = 0, time.perf_counter()
 
     def count(self) -> None:
@@ -76,10 +80,11 @@ class Meter:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             seconds=seconds,
-            tokens_per_s=self._tokens / seconds,
+            units_per_s=self._units / seconds,
             mfu=self._flops / (seconds * self._peak),
             memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
             averaged=self._averaged,
+            unit=self._unit,
         )
 
 
@@ -97,4 +102,4 @@ def meter_of(plan: PlanData) -> Meter:
         n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)
     )
     averaged = plan.loss_averaging != "global"
-    return Meter(plan.batch * plan.sizes.get("s", 1), plan.predicted.model_flops_per_step, peak, averaged)
+    return Meter(plan.units_per_step, plan.predicted.model_flops_per_step, peak, averaged, plan.unit)

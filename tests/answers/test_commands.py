@@ -58,3 +58,38 @@ def test_why_an_op(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert code == 0 and found["found"][0]["alternatives"][0]["chosen"]
     code, _, errors = told(capsys, "explain", saved, "--op", "haed", "--model", SMALL)
     assert code == 2 and "did you mean 'head'" in errors
+
+
+def test_time_by_op(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    saved = str(tmp_path / "plan.json")
+    assert told(capsys, *PLAN, "--world", "2", "--fix", "tp=2", "-o", saved)[0] == 0
+    code, text, _ = told(capsys, "explain", saved, "--ops", "--model", SMALL)
+    assert code == 0 and "Time by module and kernel" in text and "Parameters by module" in text
+    code, text, _ = told(capsys, "explain", saved, "--ops", "--model", SMALL, "--json")
+    found: dict[str, Any] = json.loads(text)
+    assert code == 0 and sorted(found) == sorted(
+        ["step_time_s", "mfu", "ideal_s", "rows", "rest_s", "quicker", "parameters"]
+    )
+    code, _, errors = told(capsys, "explain", saved, "--ops", "--memory", "--model", SMALL)
+    assert code == 2 and "--memory and --ops are two different reports" in errors
+
+
+def test_costs_are_in_every_report(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    saved = str(tmp_path / "plan.json")
+    asks = ["--price", "2.5 USD", "--tokens", "1T"]
+    words = [*PLAN, "--world", "2", "--fix", "tp=1,pp=1"]
+    code, text, _ = told(capsys, *words, *asks, "-o", saved)
+    assert code == 0 and " USD per billion tokens (2.5 USD per device-hour)" in text and "1T tokens: " in text
+    made = json.loads(told(capsys, *words, *asks, "--json")[1])
+    assert made["plan"] == json.loads(Path(saved).read_text()) == json.loads(told(capsys, *words, "--json")[1])
+    for command in ("explain", "simulate"):
+        assert " USD per billion tokens" in told(capsys, command, saved, *asks)[1]
+        shown = json.loads(told(capsys, command, saved, *asks, "--json")[1])["cost"]
+        assert shown["per_billion"] == pytest.approx(made["cost"]["per_billion"], rel=1e-6)
+        assert shown["units"] == 1e12 and shown["currency"] == "USD"
+    both = json.loads(told(capsys, "compare", saved, saved, *asks, "--json")[1])["cost"]
+    assert both == [made["cost"], made["cost"]]
+    code, text, _ = told(capsys, *PLAN, "--sweep", "world=1,2", "--fix", "tp=1,pp=1", *asks)
+    assert code == 0 and "per Gtok" in text and "cheapest: world " in text and "days, total: of 1T tokens" in text
+    code, _, errors = told(capsys, *words, "--sensitivity", *asks)
+    assert code == 2 and "--price is not for --sensitivity" in errors

@@ -11,6 +11,7 @@ from autoptd.answers.query import PlanQuery
 from autoptd.answers.sweep import SweepPoint, reason, shown, sweep
 from autoptd.answers.sweep_text import sweep_text
 from autoptd.errors import ClusterError, DoesNotFit, InputsError, PlanError
+from autoptd.explain.costs import CostQuestion
 from autoptd.plans.model import Plan
 from tests.answers.small import small_gpt
 from tests.sample_plan import sample_plan
@@ -31,7 +32,7 @@ def planned(world: int, tokens_per_s: float) -> Plan:
 def points(*found: tuple[int, float]) -> list[SweepPoint]:
     plans = [planned(*pair) for pair in found]
     return [
-        SweepPoint({"world": plan.world}, plan, 3.6, plans[0], plans[i - 1] if i else None)
+        SweepPoint({"world": plan.world}, plan, CostQuestion(3.6), plans[0], plans[i - 1] if i else None)
         for i, plan in enumerate(plans)
     ]
 
@@ -68,11 +69,13 @@ def test_efficiency_by_hand():
 
 
 def test_cost_by_hand():
-    # 8 devices × 1 s at 3.6 an hour: 0.008; 700 tokens a step: 0.008 / 700e-9 = 11,428.6 a billion
+    # 8 devices × 1 s at 3.6 an hour: 0.008; 16 samples of 128 tokens a step: 0.008 / 2048e-9 = 3,906.25 a billion
     point = points((4, 400.0), (8, 700.0))[1]
-    assert point.device_seconds == 8.0
-    assert point.cost_per_step == pytest.approx(0.008)
-    assert point.cost_per_billion_tokens == pytest.approx(0.008 / 700e-9)
+    assert point.device_seconds == 8.0 and point.cost is not None
+    assert point.cost.per_step == pytest.approx(0.008)
+    assert point.cost.per_billion == pytest.approx(3906.25)
+    data = point.to_data()
+    assert data["cost"] == point.cost.to_data() and data["unit"] == "tokens"
 
 
 def test_what_has_no_plan_is_a_point(asked: PlanQuery):
@@ -108,14 +111,29 @@ def test_texts():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("price", [None, 2.5])
-def test_the_table_fits_and_marks_what_no_longer_pays(width: int, price: float | None):
+@pytest.mark.parametrize(
+    "costs", [CostQuestion(), CostQuestion(2.5), CostQuestion(tokens=1e12), CostQuestion(2.5, "USD", tokens=1e12)]
+)
+def test_the_table_fits_and_marks_what_no_longer_pays(width: int, costs: CostQuestion):
     rows = [
-        SweepPoint(p.values, p.found, price, p.first, p.before) for p in points((4, 400.0), (8, 700.0), (16, 900.0))
+        SweepPoint(p.values, p.found, costs, p.first, p.before) for p in points((4, 400.0), (8, 700.0), (16, 900.0))
     ]
     lines = sweep_text("title", rows, ["a note"], width).splitlines()
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[4:7]] == ["4", "8", "16"]
     assert ["!" in line for line in lines[4:7]] == [False, False, True]
     assert any(line.startswith("! at 16 devices") for line in lines)
-    assert ("per Gtok" in lines[3]) == (price is not None)
+    assert ("per Gtok" in lines[3]) == (costs.price_per_hour is not None)
+    assert ("days" in lines[3]) == (costs.tokens is not None)
+    assert ("total" in lines[3]) == (width > 80 and None not in (costs.tokens, costs.price_per_hour))
+
+
+def test_the_cheapest_point_is_named():
+    # a step of a second costs a device-second each: per token it is the world over its tokens, the same here, but for
+    # the second point, whose price is half
+    a, b, c = points((4, 400.0), (8, 700.0), (16, 900.0))
+    rows = [a, replace(b, costs=CostQuestion(1.8)), c]
+    assert "cheapest: world 8, 1,953 per billion tokens" in sweep_text("title", rows, [], 80)
+    mixed = [a, replace(b, costs=CostQuestion(1.8, "EUR")), c]
+    text = sweep_text("title", mixed, [], 120)
+    assert "cheapest" not in text and "1,953 EUR" in text, "prices in several currencies are not compared"

@@ -440,3 +440,9 @@ def test_comparing_says_who_wins_and_why():
 def test_schedule_microbatches_reads_well():
     plan = sample_plan(batch=4, schedule=Schedule(kind="1f1b", microbatches=1))
     assert "1 microbatch of 2 per dp rank, 1F1B" in explain(plan)
+
+
+def test_a_plan_is_one_line_in_a_console():
+    plan = sample_plan()
+    assert repr(plan) == "<Plan gpt2-small on 8 × test-cluster: dp 2 × tp 2 × pp 2, 250 ms/step, 8,192 tokens/s>"
+    assert str(plan) == repr(plan)

@@ -16,20 +16,21 @@ from autoptd.runtime.report import Meter
 def test_rates_are_means_since_the_last_report(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
-    meter = Meter(tokens=1000.0, flops=2e12, peak_flops_per_s=1e13)
+    meter = Meter(units=1000.0, flops=2e12, peak_flops_per_s=1e13)
     now[0] = 500.0  # planning, loading
     meter.restart()
     for seconds in (1.0, 3.0):
         now[0] += seconds
         meter.count()
     first = meter.report(torch.tensor(2.5), torch.tensor(0.75), 3e-4, CPU)
-    assert (first.step, first.seconds, first.tokens_per_s, first.mfu) == (2, 2.0, 500.0, 0.1)
+    assert (first.step, first.seconds, first.units_per_s, first.mfu) == (2, 2.0, 500.0, 0.1)
     now[0] += 0.5
     meter.count()
     second = meter.report(torch.tensor(2.5), torch.tensor(0.75), 3e-4, CPU)
     assert (second.step, second.seconds) == (3, 0.5)
     assert str(second) == "step      3  loss 2.5000  |g| 0.75  lr 0.0003  0.5 s  2k tokens/s  MFU 40.0%"
     assert second.to_data()["loss"] == 2.5 and second.memory_bytes == 0
+    assert second.to_data()["tokens_per_s"] == 2000.0
 
 
 def test_a_running_program_reports() -> None:
@@ -44,11 +45,15 @@ def test_a_running_program_reports() -> None:
         precision="fp32",
         optimizer_options={"lr": 0.25},
     )
+    assert repr(parallel).startswith("<Parallel Linear on 1 × ") and "samples/s>" in repr(parallel)
     with pytest.raises(RuntimeFault, match="before the first step"):
         parallel.report()
     steps = [float(parallel.train_step(inputs)) for _ in range(3)]
     found = parallel.report()
     assert found.step == parallel.step == 3 and found.loss == steps[-1] and found.learning_rate == 0.25
     assert found.grad_norm > 0 and found.seconds > 0
-    assert found.tokens_per_s == pytest.approx(4 / found.seconds)
+    assert found.units_per_s == pytest.approx(4 / found.seconds)
+    assert repr(parallel).endswith("samples/s, rank 0, step 3>")
+    assert found.unit == "samples" and "samples/s" in str(found), "a model without a sequence has no tokens"
+    assert found.to_data()["samples_per_s"] == found.units_per_s and "tokens_per_s" not in found.to_data()
     assert [len(batch) for batch in parallel.sampler(9)] == [4, 4]

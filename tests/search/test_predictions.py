@@ -380,15 +380,15 @@ def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -
     device = tensors.cluster.device
     rate = device.memory_bytes_per_s * device.memory_sustained.fraction
     # in 7 of 8 microbatches the fp32 sum is read and written, in the first only written; the bf16 gradient is read
-    assert eager._accumulation_s(eager.numel(1, 2)) == pytest.approx(trained * (7 / 8 * 4 + 4 + 2) / rate)
-    assert fused._accumulation_s(fused.numel(1, 2)) == 0.0
+    assert eager.accumulation_s(eager.numel(1, 2)) == pytest.approx(trained * (7 / 8 * 4 + 4 + 2) / rate)
+    assert fused.accumulation_s(fused.numel(1, 2)) == 0.0
     compiled, _ = chunks(traced, kernels="compiled")
-    assert compiled._accumulation_s(trained) == eager._accumulation_s(trained), "hooks run beside compiled kernels"
+    assert compiled.accumulation_s(trained) == eager.accumulation_s(trained), "hooks run beside compiled kernels"
     added, _ = chunks(traced, kernels="compiled", gradients="fused")
-    assert added._accumulation_s(trained) == 0.0, "but products may add, whatever fuses the rest"
+    assert added.accumulation_s(trained) == 0.0, "but products may add, whatever fuses the rest"
     # ZeRO 2: to a bucket (2 + 4), whose half of dp 2 is read, and copied or added
     sharded, _ = chunks(traced, kernels="eager", zero=2)
-    assert sharded._accumulation_s(trained) == pytest.approx(trained * (6 + (4 + 4 * 15 / 8) / 2) / rate)
+    assert sharded.accumulation_s(trained) == pytest.approx(trained * (6 + (4 + 4 * 15 / 8) / 2) / rate)
 
 
 def test_a_tied_embedding_is_summed_over_its_stages() -> None:

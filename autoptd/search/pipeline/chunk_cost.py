@@ -88,7 +88,7 @@ class ChunkCosts(StepEnd):
         """Return the cost of segments `first` to `last`; those in `policies` recompute under their policy."""
         forward = backward = recompute = copies = forward_tp = backward_tp = weight = statistics = 0.0
         for i in range(first, last + 1):
-            part = self._segment(i)
+            part = self.segment(i)
             there, again = self.added_s(i, policies[i]) if i in policies else (0.0, 0.0)
             forward, backward = forward + part.forward_s + there, backward + part.backward_s + again
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
@@ -98,7 +98,7 @@ class ChunkCosts(StepEnd):
                 recompute += again
             weight += part.weight_s
             statistics += part.sharding_s
-        backward += self._accumulation_s(self.numel(first, last))
+        backward += self.accumulation_s(self.numel(first, last))
         shared_f, shared_b = self._sharding_s(first, last, forward, backward)
         return ChunkCost(
             forward + shared_f,
@@ -113,9 +113,9 @@ class ChunkCosts(StepEnd):
 
     def least(self, segment: int) -> ChunkCost:
         """Return the least cost that a segment adds to a stage: parameters count only in their first reader."""
-        part = self._segment(segment)
+        part = self.segment(segment)
         forward_s, backward_s = self.least_sharding_s(segment)
-        backward_s += self._accumulation_s(self.numel_read_first(segment, None))
+        backward_s += self.accumulation_s(self.numel_read_first(segment, None))
         return replace(part, forward_s=part.forward_s + forward_s, backward_s=part.backward_s + backward_s)
 
     def added_s(self, segment: int, policy: str) -> tuple[float, float]:
@@ -126,7 +126,7 @@ class ChunkCosts(StepEnd):
             return nbytes / host.to_bytes_per_s, nbytes / host.from_bytes_per_s
         cost = self.cost(segment)
         if policy not in cost.policy_s:  # the whole forward pass, with the gathers that backward would repeat
-            return 0.0, self._segment(segment).forward_s - self._statistics_s(cost) - self._regather_s(cost)
+            return 0.0, self.segment(segment).forward_s - self._statistics_s(cost) - self._regather_s(cost)
         attends = any(work.attends for work in cost.work.recomputed[policy])
         return 0.0, cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
@@ -146,7 +146,7 @@ class ChunkCosts(StepEnd):
         """The options under which offloaded blocks run, which re-gather nothing."""
         return replace(self.method, gathers="kept")
 
-    def _segment(self, segment: int) -> ChunkCost:
+    def segment(self, segment: int) -> ChunkCost:
         """Return the cost of one segment without the terms that depend on the whole stage."""
         kind = self.folded.segments[segment].kind
         if kind not in self._passes:
@@ -222,7 +222,7 @@ class ChunkCosts(StepEnd):
         comm_s = self._collective_s("all_gather", cost.work.ring_bytes * ranks, ranks)
         return exposed_s(comm_s, cost.attention_s, ranks)
 
-    def _accumulation_s(self, numel: int) -> float:
+    def accumulation_s(self, numel: int) -> float:
         """Return seconds of adding a microbatch's gradients to the buffer."""
         c, method = self.candidate, self.method
         sizes = c.zero, c.microbatches, self.copies[0].shards

@@ -13,7 +13,7 @@ from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, memory_s, op_s
 from autoptd.layout.placements import CONVERSIONS, B, Conversion, O, Placement
 from autoptd.layout.placements import kind as kind_of
-from autoptd.passes.analysis.attention import form_of
+from autoptd.passes.analysis.attention import AttentionForm, form_of
 from autoptd.passes.analysis.dataflow import divides, is_quadratic
 from autoptd.passes.analysis.flops import GROUPED
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
@@ -88,9 +88,8 @@ class Prices:
             found = tuple(self._forward(op, strategy)), tuple(self._backward(op, strategy))
             if place and op.is_lookup and adds_up(self.workbook.permutation):
                 found = self._permuting(op, place, found)
-            if place:
-                found = tuple(tuple(replace(w, place=place) for w in works) for works in found)  # type: ignore[assignment]
-            self._kernels[key] = found
+            own = {"origin": node.name, **({"place": place} if place else {})}
+            self._kernels[key] = tuple(tuple(replace(w, **own) for w in works) for works in found)  # type: ignore[arg-type, assignment]
         return self._kernels[key]
 
     def _permuting(self, op: OpFacts, place: str, found: Kernels) -> Kernels:
@@ -131,13 +130,32 @@ class Prices:
             nbytes -= sum(operands[i] for i in moves.reads) // 2
         yield self._product(op, strategy, flops, nbytes)
 
-    def _attention(self, op: OpFacts, strategy: Strategy, nbytes: int, backward: bool = False) -> Iterator[OpWork]:
+    def fused_attention(self, node: fx.Node, strategy: Strategy) -> Kernels:
+        """Return the kernels that an attention would have without its mask and dropout, each tensor moved once."""
+        op = self.workbook.ops[node]
+        operands, outputs, _ = self._local(op, strategy)
+        moved = sum(operands[:3]) + sum(outputs)
+        plain = replace(self._form(op), mask=None, dropped=False)
+        forward, backward = (tuple(self._attention(op, strategy, (1 + b) * moved, b, plain)) for b in (False, True))
+        return forward, backward
+
+    def _form(self, op: OpFacts) -> AttentionForm:
+        return form_of(op.call, ring=self.cp > 1 and self.context == "ring")
+
+    def _attention(
+        self,
+        op: OpFacts,
+        strategy: Strategy,
+        nbytes: int,
+        backward: bool = False,
+        form: AttentionForm | None = None,
+    ) -> Iterator[OpWork]:
         query, key = op.call.operands[:2]
         queries, keys, width = (self.number(n) for n in (query.shape[-2], key.shape[-2], query.shape[-1]))
         flops = self.number(op.work.flops) / strategy.ranks
         heads = max(1, round(flops / (4 * queries * keys * width)))
         yield from attention_works(
-            form_of(op.call, ring=self.cp > 1 and self.context == "ring"),
+            form or self._form(op),
             Shape(heads, queries, keys * self.cp, width, self.cp),
             nbytes,
             op.dtype,

@@ -146,7 +146,7 @@ class Tensors(SplitNumbers):
         for node, placement in zip(segment.sends, decided.sends, strict=True):
             wanted[node, placement] = None
         for node, placement in wanted:
-            self._convert(meta[node], given[node], placement, works, comm)
+            self._convert(node, meta[node], given[node], placement, works, comm)
         peak = self.workbook.walk([segment], {kind: decided}, "none").peak(self.number, self.ranks, self.cp)
         return KindWork(
             forward=tuple(works[0]),
@@ -187,6 +187,7 @@ class Tensors(SplitNumbers):
 
     def _convert(
         self,
+        node: fx.Node,
         tensor: TensorInfo,
         source: Placement,
         target: Placement,
@@ -198,7 +199,7 @@ class Tensors(SplitNumbers):
         if not row.function:
             return
         whole = self.nbytes(tensor)
-        move = OpWork("memory", 0, whole // self.ranks, "bf16")
+        move = OpWork("memory", 0, whole // self.ranks, "bf16", origin=node.name)
         for i, name in enumerate((row.forward, row.backward)):
             if i == 0 or tensor.requires_grad:
                 if name:
