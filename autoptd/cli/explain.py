@@ -114,7 +114,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         from autoptd.answers.op_alternatives import parameter_reasons
 
         reasons = parameter_reasons(plan, traced, progress)
-    write_whole(out, plan.to_html(reasons))
+    write_whole(out, plan.to_html(reasons, cost_question(arguments)))
     if arguments.json:
         print_json({"page": str(out)})
     else:
@@ -131,7 +131,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if arguments.html:
         from autoptd.report.page import comparison_page
 
-        write_whole(Path(arguments.html), comparison_page(a, b))
+        write_whole(Path(arguments.html), comparison_page(a, b, costs=costs))
     if arguments.json:
         print_json(comparison_data(a, b, costs))
     else:

@@ -306,6 +306,7 @@ def _parser() -> _Parser:
     report = command("report", run_report, "write a plan as an HTML page that needs no server")
     report.add_argument("plan", metavar="PLAN", help="a plan file")
     report.add_argument("-o", "--out", metavar="FILE", help="default: the plan's name with .html, in this folder")
+    add_cost_arguments(report)
     report.add_argument("--why", action="store_true", help="what other placements would cost; traces the model")
     report.add_argument("--model", metavar="MODEL", help=f"for --why: {_MODEL_HELP} (default: the plan's)")
     compare = command("compare", run_compare, "show two plans side by side")

@@ -131,7 +131,8 @@ def _one(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) ->
     if arguments.html:
         from autoptd.answers.op_alternatives import parameter_reasons
 
-        write_whole(Path(arguments.html), plan.to_html(parameter_reasons(plan, query.traced, progress)))
+        costs, reasons = cost_question(arguments), parameter_reasons(plan, query.traced, progress)
+        write_whole(Path(arguments.html), plan.to_html(reasons, costs))
     if arguments.sensitivity:
         from autoptd.answers.sensitivity import sensitivity, sensitivity_text
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError, model_validator
 from autoptd.cost_models.complaints import parse_json, read_text
 from autoptd.errors import PlanFileError
 from autoptd.explain.compare import compare
-from autoptd.explain.costs import CostQuestion, TrainingCost
+from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost
 from autoptd.explain.plan import brief, explain
 from autoptd.outputs import write_whole
 from autoptd.plans.checks import Inconsistent, faults
@@ -69,11 +69,12 @@ class Plan(PlanData):
         """Return a text that compares this plan with another, term by term."""
         return compare(self, other)
 
-    def to_html(self, reasons: Mapping[str, str] | None = None) -> str:
+    def to_html(self, reasons: Mapping[str, str] | None = None, costs: CostQuestion = AS_STATED) -> str:
         """Return the report of this plan: one HTML page that asks for nothing else.
 
-        `reasons`: parameter -> why it is placed as it is, from `answers.op_alternatives.parameter_reasons`."""
-        return plan_page(self, reasons)
+        reasons: parameter -> why it is placed as it is, from `answers.op_alternatives.parameter_reasons`. costs: a
+        price, and the length of a run, as `cost` takes them."""
+        return plan_page(self, reasons, costs)
 
     def __repr__(self) -> str:
         return f"<Plan {brief(self)}>"

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.cost_models.steady import makespan_s
+from autoptd.explain.costs import AS_STATED, CostQuestion, cost_lines
 from autoptd.explain.plan import fullest_rank, headline, method, part_name, prediction, steps
 from autoptd.explain.tables import GIB, seconds, words
 from autoptd.explain.timeline import stage_times
@@ -50,13 +51,14 @@ class Tile:
     note: str = ""
 
 
-def facts(plan: PlanData, reasons: Mapping[str, str] | None = None) -> dict[str, Any]:
+def facts(plan: PlanData, reasons: Mapping[str, str] | None = None, costs: CostQuestion = AS_STATED) -> dict[str, Any]:
     """Return everything that a page shows of a plan, by section.
 
-    `reasons`: what the other placements of each parameter would cost, in words."""
+    `reasons`: what the other placements of each parameter would cost, in words. `costs`: the price, and the run."""
+    costed = cost_lines(costs.of(plan))
     return {
         "title": headline(plan),
-        "sentences": [steps(plan), prediction(plan), fullest_rank(plan), *method(plan).split("\n")],
+        "sentences": [steps(plan), prediction(plan), *costed, fullest_rank(plan), *method(plan).split("\n")],
         "tiles": _tiles(plan),
         "axes": list(axes(plan)),
         "nodes": _nodes(plan),
@@ -84,7 +86,7 @@ def _tiles(plan: PlanData) -> list[Tile]:
     device = plan.device_of(needed.index(fullest))
     return [
         Tile("step", seconds(found.step_time_s), f"{plan.batch:,} samples"),
-        Tile("throughput", f"{found.tokens_per_s:,.0f}", "tokens/s, all devices"),
+        Tile("throughput", f"{found.tokens_per_s:,.0f}", f"{plan.unit}/s, all devices"),
         Tile("MFU", f"{found.mfu:.1%}", "of the peak rate of matrix products"),
         Tile(
             "memory",

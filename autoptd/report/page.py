@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from autoptd.explain.compare import comparison_data, verdict
+from autoptd.explain.costs import AS_STATED, CostQuestion
 from autoptd.explain.tables import gib, seconds, signed, words
 from autoptd.plans.data import PlanData
 from autoptd.report.drawing import drawing
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def plan_page(plan: PlanData, reasons: Mapping[str, str] | None = None) -> str:
-    """Return the report of a plan as one self-contained HTML page; `reasons` are those of `facts`."""
-    return _environment().get_template("plan.html").render(facts(plan, reasons), drawing=_script_data(drawing(plan)))
+def plan_page(plan: PlanData, reasons: Mapping[str, str] | None = None, costs: CostQuestion = AS_STATED) -> str:
+    """Return the report of a plan as one self-contained HTML page; `reasons` and `costs` are those of `facts`."""
+    return (
+        _environment()
+        .get_template("plan.html")
+        .render(facts(plan, reasons, costs), drawing=_script_data(drawing(plan)))
+    )
 
 
-def comparison_page(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> str:
+def comparison_page(
+    a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), costs: CostQuestion = AS_STATED
+) -> str:
     """Return two plans side by side as one self-contained HTML page."""
     found: Any = comparison_data(a, b)
     return (
@@ -34,7 +41,7 @@ def comparison_page(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"
         .render(
             title=verdict(a, b, names),
             names=names,
-            sides=[facts(a), facts(b)],
+            sides=[facts(plan, None, costs) for plan in (a, b)],
             drawings=[_script_data(drawing(plan)) for plan in (a, b)],
             time=[_row(term, seconds) for term in found["time_s"]],
             memory=[_row(term, gib) for term in found["memory_bytes"]],

@@ -20,7 +20,7 @@ REPORTS = [
     ["compare", "PLAN", "OTHER"],
     ["models"],
     ["clusters"],
-    ["plan", "nanogpt", "--sweep", "world=1,2", "--price-per-gpu-hour", "2.5", "--fix", "tp=1,pp=1,cp=1,micro=4"],
+    ["plan", "nanogpt", "--sweep", "world=1,2", "--price", "2.5", "--fix", "tp=1,pp=1,cp=1,micro=4"],
 ]
 COMMANDS = [
     "plan", "explain", "report", "compare", "simulate", "emit", "verify", "export", "checkpoint", "profile", "doctor",
