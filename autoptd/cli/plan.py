@@ -111,6 +111,9 @@ def _query(arguments: argparse.Namespace, swept: dict[str, tuple[Any, ...]], pro
     fix, assume = by_keyword(arguments.fix)
     read_system(arguments.as_, fix, assume)
     traced = model.traced()
+    costs, unit = cost_question(arguments), "tokens" if traced.seq else "samples"
+    for each in clusters or [cluster]:
+        costs.check(traced.name, unit, each)
     world = max((arguments.world or 0, *swept.get("world", ())))
     batch = arguments.batch or 8 * world  # the same at every point of a sweep over devices
     options = {

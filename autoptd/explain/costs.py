@@ -75,11 +75,25 @@ class CostQuestion:
         """True if a price or a run is given."""
         return self != AS_STATED
 
+    def check(self, model: str, unit: str, cluster: Cluster) -> None:
+        """Raise PlanError for tokens of a model that has none, and for one price of several types of device."""
+        if self.tokens is not None and unit != "tokens":
+            raise PlanError(
+                f"{model} has samples without a length in tokens", where="tokens", fix="give samples instead"
+            )
+        if self.price_per_hour is not None and cluster.others:
+            raise PlanError(
+                f"one price is given for {len(cluster.pools)} types of device",
+                where="price_per_hour",
+                fix="state price_per_hour of every device in the cluster file",
+            )
+
     def of(self, plan: PlanData, step_time_s: float | None = None) -> TrainingCost:
         """Return the cost under a plan; `step_time_s`: of a step, by default the predicted one.
 
-        Raises PlanError for tokens of a model that has none, and for one price of several types of device.
+        Raises what `check` raises.
         """
+        self.check(plan.model, plan.unit, plan.cluster)
         step_s = plan.predicted.step_time_s if step_time_s is None else step_time_s
         ranks, prices = plan.cluster.pool_ranks(plan.world), self._prices(plan.cluster)
         watts = [pool.device.watts for pool in plan.cluster.pools]
@@ -105,22 +119,10 @@ class CostQuestion:
     def _prices(self, cluster: Cluster) -> list[float | None]:
         if self.price_per_hour is None:
             return [pool.device.price_per_hour for pool in cluster.pools]
-        if cluster.others:
-            raise PlanError(
-                f"one price is given for {len(cluster.pools)} types of device",
-                where="price_per_hour",
-                fix="state price_per_hour of every device in the cluster file",
-            )
         return [self.price_per_hour]
 
     def _units(self, plan: PlanData) -> float | None:
-        if self.samples is not None:
-            return self.samples * plan.units_per_step / plan.batch
-        if self.tokens is not None and plan.unit != "tokens":
-            raise PlanError(
-                f"{plan.model} has samples without a length in tokens", where="tokens", fix="give samples instead"
-            )
-        return self.tokens
+        return self.tokens if self.samples is None else self.samples * plan.units_per_step / plan.batch
 
 
 AS_STATED = CostQuestion()  # of the cluster's prices, and of no run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,23 @@ def test_costs_are_in_every_report(capsys: pytest.CaptureFixture[str], tmp_path:
     assert code == 0 and "per Gtok" in text and "cheapest: world " in text and "days, total: of 1T tokens" in text
     code, _, errors = told(capsys, *words, "--sensitivity", *asks)
     assert code == 2 and "--price is not for --sensitivity" in errors
+
+
+def test_a_cost_that_means_nothing_is_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, traced: TracedModel, tmp_path: Path
+):
+    from autoptd.answers.query import PlanQuery
+
+    monkeypatch.setattr(PlanQuery, "plan", lambda *_: pytest.fail("planned"))
+    pools = tmp_path / "two.toml"
+    device = "device.memory_bytes = 1e9\ndevice.memory_bytes_per_s = 1e9\ndevice.matmul_flops_per_s = "
+    device = f"{device}{{fp64 = 1e9, fp32 = 1e9, bf16 = 1e9, fp16 = 1e9}}\n"
+    levels = '[[levels]]\nname = "x"\nbytes_per_s = 1e9\nlatency_s = 1e-6\n'
+    both = f'name = "two"\ndevice.name = "a"\n{device}{levels}[[others]]\nranks = 1\ndevice.name = "b"\n{device}'
+    pools.write_text(both.replace("1e9\ndevice.memory_bytes_per_s", "1000000000\ndevice.memory_bytes_per_s"))
+    words = ["plan", SMALL, "--seq", "256", "--world", "2", "--cluster", str(pools), "--price", "2"]
+    code, _, errors = told(capsys, *words)
+    assert code == 2 and "one price is given for 2 types of device" in errors
+    monkeypatch.setattr(autoptd.api, "trace", lambda *_, **__: replace(traced, sizes={}))
+    code, _, errors = told(capsys, *PLAN, "--world", "2", "--tokens", "1T")
+    assert code == 2 and "without a length in tokens" in errors
