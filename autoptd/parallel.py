@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +16,19 @@ from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile.layout import make_layout, named_values
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.evaluating import Evaluating, EvaluationPrograms
 from autoptd.layout.layout import Layout
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.custom_grad.ops import described
+from autoptd.passes.trace.metrics import Metrics
 from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import check_same_program
-from autoptd.runtime.comm.interfaces import Communicators, Watcher
-from autoptd.runtime.faults.rank_status import PendingComm
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.evaluation.evaluator import Evaluator
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import LossScale
@@ -37,16 +37,13 @@ from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage, compiling
 from autoptd.runtime.trainer import Trainer
-from autoptd.text import printable
-
-if TYPE_CHECKING:
-    from autoptd.checkpoint.session import Session, Stateful
+from autoptd.saving import Saving
 
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
 
 @public_methods
-class Parallel:
+class Parallel(Evaluating, Saving):
     """A plan with its generated program, as `parallelize` returns it.
 
     Under torchrun, or with a world of one, it trains: `train_step`, `eval_step`, `save`, `resume`. Without a launcher
@@ -87,7 +84,8 @@ class Parallel:
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # the last step's
         self._meter = meter_of(plan)
-        self._communicators: Communicators | None = None
+        self._programs = EvaluationPrograms()
+        self._evaluators: dict[Hashable, tuple[Metrics, Evaluator]] = {}
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
         """Write the stage files and the plan into a folder, and return its path.
@@ -158,7 +156,7 @@ class Parallel:
             check_backend(backend, self.plan.schedule.kind, communicators.device)
             for stage in stages:
                 compile_stage(stage, backend)
-        self._communicators = communicators
+        self._evaluators = {}
         self._resident = resident_bytes()
         self._trainer = Trainer(
             stages,
@@ -206,17 +204,6 @@ class Parallel:
         self._meter.count()
         return self._loss
 
-    @property
-    def _watch(self) -> Watcher:
-        self._running  # noqa: B018  starts a world of one
-        assert self._communicators is not None
-        return self._communicators.watch
-
-    @property
-    def step(self) -> int:
-        """Number of steps done."""
-        return self._meter.step
-
     def report(self) -> StepReport:
         """Return loss, gradient norm, throughput and MFU since the last report; `str()` of it is one line.
 
@@ -234,12 +221,6 @@ class Parallel:
         every plan; `start_at(step)` resumes.
         """
         return ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
-
-    def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective."""
-        trainer = self._running
-        with self._watch:
-            return trainer.eval_step(batch)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -261,25 +242,6 @@ class Parallel:
         """The dynamic loss scale of fp16, with `state_dict` and `load_state_dict`; None in other precisions."""
         return self._running.finite.scaling
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process in the world."""
-        self._running  # noqa: B018  starts a world of one
-        assert self._communicators is not None
-        return self._communicators.rank
-
-    @property
-    def dp_rank(self) -> int:
-        """Index of this rank's share of the global batch, 0 to `dp_size` - 1."""
-        self._running  # noqa: B018  starts a world of one
-        assert self._communicators is not None
-        return self._communicators.dp.rank
-
-    @property
-    def dp_size(self) -> int:
-        """Number of shares that the global batch is split into."""
-        return self.plan.mesh.dp
-
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's slices of its stages' parameters and buffers, by original name. Collective."""
         return self._running.local_tensors()
@@ -287,101 +249,6 @@ class Parallel:
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's full gradients by original name, on every rank. Collective."""
         return self._running.gradients()
-
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        others: Mapping[str, Stateful] | None = None,
-        keep: int | None = None,
-        wait: bool = True,
-    ) -> None:
-        """Write a checkpoint `step-…` into a folder shared by all ranks, and point `latest` to it. Collective.
-
-        It holds parameters, optimizer state, random state, step and plan; `load` reads it under any other plan.
-
-        others: further objects with `state_dict` and `load_state_dict`, by name, such as learning-rate schedulers.
-        keep: number of checkpoints to keep; older ones are removed. None keeps all.
-        wait: return once the checkpoint is durable. False: return once this rank's share is copied, and write during
-        training; a failure is then raised by the next `save` or by `finish_saving`.
-        Raises CheckpointError on every rank.
-        """
-        session = self._session
-        with self._with_all(f"saving step {self.step}"):
-            session.save(Path(directory), self.step, others or {}, keep)
-            if wait:
-                session.wait()
-
-    def finish_saving(self) -> None:
-        """Wait until the last checkpoint is durable. Collective. Raises CheckpointError if it cannot be written."""
-        session = self._session
-        with self._with_all("saving"):
-            session.wait()
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        others: Mapping[str, Stateful] | None = None,
-        optimizer: bool = True,
-    ) -> int:
-        """Load a checkpoint written under any plan, and return its step. Collective.
-
-        path: the folder that was given to `save`, whose `latest` is loaded, or one `step-…` folder in it.
-        others: objects to restore, by the names that `save` was given.
-        optimizer: False loads the parameters alone.
-        Files are checked against their digests first. Raises CheckpointError on every rank.
-        """
-        session = self._session
-        with self._with_all("loading"):
-            self._meter.step = session.load(Path(path), others or {}, optimizer=optimizer)
-        return self.step
-
-    def resume(self, directory: str | os.PathLike[str], *, others: Mapping[str, Stateful] | None = None) -> int:
-        """Load the newest complete checkpoint of a folder, if any, and return its step; 0 if there is none. Collective.
-
-        Call it before the training loop, so that the launcher can restart the script at any time. Damaged checkpoints
-        are named in a warning and skipped. Raises CheckpointError on every rank if all of them are damaged, belong to
-        another model, or the ranks do not share a folder that they can write to; `load` needs read access only.
-        """
-        session = self._session
-        with self._with_all("resuming"):
-            step, damaged = session.resume(Path(directory), others or {})
-        if damaged and self.rank == 0:
-            left_out = printable("; ".join(damaged), keep="")
-            warnings.warn(f"skipped {left_out}; resuming from step {step}", stacklevel=2)
-        self._meter.step = step
-        return step
-
-    @contextmanager
-    def _with_all(self, doing: str) -> Iterator[None]:
-        """Watch a collective outside of training steps, with no time limit."""
-        watch = self._watch
-        watch.status.leave(doing)
-        try:
-            with watch, PendingComm(watch.status, "with", ()):
-                yield
-        finally:
-            watch.status.leave()
-
-    @cached_property
-    def _session(self) -> Session:
-        from autoptd.checkpoint.session import Session
-
-        model, layout = self._source.model, self.layout
-        names = model.state_dict(keep_vars=True)
-        trained = {name for name, spec in layout.parameters.items() if spec.trainable}
-        untrained = frozenset(n for n in {**layout.parameters, **layout.buffers} if n in names and n not in trained)
-        config = getattr(model, "config", None)
-        manifest = {
-            "model": self.plan.model,
-            "graph_hash": self.plan.graph_hash,
-            "tensors": {n: list(s.shape) for n, s in {**layout.parameters, **layout.buffers}.items() if n in names},
-            "buffers": [name for name in layout.buffers if name in names],
-            "aliases": dict(self._source.folded.traced.aliases),
-            "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
-        }
-        return Session(self._running, self.plan, untrained, manifest)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return full tensors by original name, tied ones under each of their names, on every rank. Collective."""

@@ -34,6 +34,8 @@ plans export
 compile checkpoint
 trace_cache
 explain out_of_memory planned_model
+running
+evaluating saving
 parallel
 arguments
 api

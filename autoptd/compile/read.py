@@ -21,6 +21,7 @@ from autoptd.passes.fold import fold, graph_hash
 from autoptd.passes.loops.same_program import refuse_other_program
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
+from autoptd.passes.trace.metrics import Metrics
 from autoptd.passes.trace.specialize_sizes import check_inputs
 from autoptd.passes.trace.trace import SAMPLES, trace
 from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE
@@ -87,7 +88,7 @@ def read_model(
     objective, model = objective.joined(model)
     check_inputs(examples := {**given, **named})
 
-    def traced_with(examples: Mapping[str, Tensor], rows: Rows) -> TracedModel:
+    def traced_with(examples: Mapping[str, Tensor], rows: Rows, objective: Objective = objective) -> TracedModel:
         traced_by = partial(
             trace,
             model,
@@ -95,7 +96,7 @@ def read_model(
             rows=rows,
             loss=objective,
             precision=precision,
-            averaging=loss_averaging,  # type: ignore[arg-type]
+            averaging="global" if isinstance(objective, Metrics) else loss_averaging,  # type: ignore[arg-type]
         )
         with progress.stage(f"trace {type(model).__name__}"):
             traced = traced_by()
@@ -111,11 +112,14 @@ def read_model(
             sizes[SEQUENCE] = seq
 
         def again(samples: int) -> TracedModel:
-            return traced_with(with_samples(examples, rows, samples), rows)
+            return traced_with(with_samples(examples, rows, samples), rows, objective)
+
+        def evaluated(metrics: Objective) -> TracedModel:
+            return traced_with(examples, rows, metrics)
 
         given_notes = (*notes, *traced.notes)
         return TracedModel(
-            lambda: model, model_name(model), folded, digest, sizes, precision, known, again, given_notes
+            lambda: model, model_name(model), folded, digest, sizes, precision, known, again, given_notes, evaluated
         )
 
     first: TraceError | None = None

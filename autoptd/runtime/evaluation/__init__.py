@@ -1,0 +1,1 @@
+"""Evaluation of metrics, with a value of each sample."""
