@@ -15,7 +15,7 @@ from autoptd.boundary import public_methods
 from autoptd.codegen.emit import load_stage
 from autoptd.compile.evaluation import EvaluationProgram, make_evaluation
 from autoptd.compile.layout import named_values
-from autoptd.errors import InputsError
+from autoptd.errors import AutoptdError, InputsError
 from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.passes.trace.metrics import Metric, Metrics
@@ -36,14 +36,21 @@ class EvaluationPrograms:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, EvaluationProgram] = {}
+        self._found: dict[Hashable, EvaluationProgram | AutoptdError] = {}
         self._tracing = threading.Lock()
 
     def of(self, key: Hashable, make: Callable[[], EvaluationProgram]) -> EvaluationProgram:
+        """Return the program of some metrics. Raises what its first trace raised."""
         with self._tracing:
             if key not in self._found:
-                self._found[key] = make()
-            return self._found[key]
+                try:
+                    self._found[key] = make()
+                except AutoptdError as error:
+                    self._found[key] = error
+            found = self._found[key]
+        if isinstance(found, AutoptdError):
+            raise found
+        return found
 
 
 @public_methods

@@ -128,7 +128,7 @@ class _Rewriter:
         """Return the rows of metrics as one vector. Raises UnsupportedOp unless each is computed from its sample."""
         read = ancestors([rows])
         for node in (n for n in self.graph.nodes if n in read):
-            if is_count(node) or self.states[node] not in (Over.APART, Over.SAME):
+            if is_count(node):
                 raise _reads_others(node)
         if self.states[rows] is not Over.APART or info(rows).shape[0] != BATCH:
             raise _reads_others(rows)
