@@ -23,7 +23,7 @@ from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.custom_grad.ops import described
-from autoptd.passes.trace.metrics import Metrics
+from autoptd.passes.losses.metrics import Metrics
 from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import check_same_program

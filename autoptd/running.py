@@ -1,4 +1,4 @@
-"""What the parts of `Parallel` know of each other: its plan, its model, and the trainer of a running rank."""
+"""The state that the parts of `Parallel` share: its plan, its model, and the trainer of a running rank."""
 
 from __future__ import annotations
 

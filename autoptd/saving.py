@@ -9,8 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from autoptd.boundary import public_methods
 from autoptd.running import RunningRank
+from autoptd.runtime.initialise import values_for
 from autoptd.text import printable
 
 if TYPE_CHECKING:
@@ -85,6 +88,42 @@ class Saving(RunningRank):
             warnings.warn(f"skipped {left_out}; resuming from step {step}", stacklevel=2)
         self._meter.step = step
         return step
+
+    def export_weights(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model's weights into a new folder of safetensors, in the types in which they are trained.
+
+        `from_pretrained(directory)` loads a model of transformers. Any other takes the tensors of `model.safetensors`,
+        or of the files that `model.safetensors.index.json` names, by `load_state_dict`. Trained tensors of the loss are
+        in `loss.safetensors`. Rank 0 writes, and holds the tensors of one file at a time, at most 5 GB; the others hold
+        one tensor. Collective. Raises CheckpointError on every rank.
+        """
+        from autoptd.checkpoint.huggingface import RunningWeights
+
+        trainer, source, layout = self._running, self._source, self.layout
+        model, aliases = source.model, source.folded.traced.aliases
+        config = getattr(model, "config", None)
+        held = {**layout.parameters, **layout.buffers}
+        sizes, loss = dict[str, int](), dict[str, str]()
+        for name, x in model.state_dict(keep_vars=True).items():
+            spec = held.get(aliases.get(name, name))
+            if source.objective.owns(name):
+                loss[name] = name.removeprefix(f"{source.objective.child}.")
+            elif name not in aliases or not hasattr(config, "to_dict"):  # transformers ties them again
+                dtype = x.dtype if spec is None else spec.dtype or layout.dtype
+                sizes[name] = x.numel() * dtype.itemsize
+
+        def whole(name: str) -> Tensor:
+            own = aliases.get(name, name)
+            return trainer.whole(own) if own in held else values_for(model, [name], self._seed)[name]
+
+        configurations = {}
+        if config is not None and hasattr(config, "to_dict"):
+            configurations["config.json"] = {**config.to_dict(), "dtype": str(layout.dtype).removeprefix("torch.")}
+        generation = getattr(model, "generation_config", None)
+        if generation is not None and hasattr(generation, "to_diff_dict"):
+            configurations["generation_config.json"] = generation.to_diff_dict()
+        with self._with_all("exporting weights"):
+            RunningWeights(trainer.communicators, whole).write(Path(directory), sizes, loss, configurations)
 
     @cached_property
     def _session(self) -> Session:

@@ -19,9 +19,9 @@ from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
 from autoptd.passes.fold import fold, graph_hash
 from autoptd.passes.loops.same_program import refuse_other_program
+from autoptd.passes.losses.metrics import Metrics
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
-from autoptd.passes.trace.metrics import Metrics
 from autoptd.passes.trace.specialize_sizes import check_inputs
 from autoptd.passes.trace.trace import SAMPLES, trace
 from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE

@@ -340,15 +340,16 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all parameters, and buffers that steps update, full, by original name, on every rank. A collective."""
-        result = {}
+        updated = [name for name, spec in self.layout.buffers.items() if spec.updated]
         with self.communicators.watch.status.calling("state_dict"):
-            for name, spec in self.layout.parameters.items():
-                with self._buffers.whole([name]):
-                    result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
-            for name, spec in self.layout.buffers.items():
-                if spec.updated:
-                    result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
-        return result
+            return {name: self.whole(name) for name in (*self.layout.parameters, *updated)}
+
+    def whole(self, name: str) -> Tensor:
+        """Return one parameter or buffer, full, on every rank. A collective."""
+        parameter = self.layout.parameters.get(name)
+        spec = parameter or self.layout.buffers[name]
+        with self._buffers.whole([name] if parameter else []):
+            return self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of each parameter and buffer of its stages, by name. A collective over dp."""

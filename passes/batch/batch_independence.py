@@ -70,6 +70,7 @@ from autoptd.passes.graph import (
     user_op_name,
 )
 from autoptd.passes.losses.loss_form import loss_node
+from autoptd.passes.losses.metrics import Metrics
 from autoptd.passes.normalise.at_example import at_example, needs_example
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
 from autoptd.passes.random.draws import draws
@@ -80,7 +81,6 @@ from autoptd.passes.rules.lookup import resolve
 from autoptd.passes.rules.prove import frozen
 from autoptd.passes.rules.table import RULES
 from autoptd.passes.rules.views import quotient
-from autoptd.passes.trace.metrics import Metrics
 from autoptd.passes.trace.traced import Traced
 
 States: TypeAlias = "tuple[State, ...]"

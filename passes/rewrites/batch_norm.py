@@ -43,11 +43,11 @@ from autoptd.passes.graph import (
     updated_values,
     write_op,
 )
+from autoptd.passes.losses.metrics import Metrics
 from autoptd.passes.losses.statistics_form import IN_EVALUATION
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.rules.factor_notation import divide
-from autoptd.passes.trace.metrics import Metrics
 from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
