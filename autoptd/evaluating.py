@@ -18,7 +18,7 @@ from autoptd.compile.layout import named_values
 from autoptd.errors import AutoptdError, InputsError
 from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
-from autoptd.passes.losses.metrics import Metric, Metrics
+from autoptd.passes.objectives.metrics import Metric, Metrics
 from autoptd.running import RunningRank
 from autoptd.runtime.comm.handshake import check_same_program
 from autoptd.runtime.evaluation.evaluator import Evaluator

@@ -23,7 +23,7 @@ from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.custom_grad.ops import described
-from autoptd.passes.losses.metrics import Metrics
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import check_same_program
@@ -83,6 +83,7 @@ class Parallel(Evaluating, Saving):
             check_backend(backend, plan.schedule.kind)
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # the last step's
+        self._terms: dict[str, Tensor] = {}  # of it, float64
         self._meter = meter_of(plan)
         self._programs = EvaluationPrograms()
         self._evaluators: dict[Hashable, tuple[Metrics, Evaluator]] = {}
@@ -201,8 +202,21 @@ class Parallel(Evaluating, Saving):
             self._meter.restart()
         with self._watch, compiling(), explained(trainer, self.plan, self._source, self._resident):
             self._loss = trainer.train_step(batch)
+            bank, names = self._source.objective.bank, self._source.objective.terms
+            self._terms = {name: trainer.whole(f"{bank}.{name}") for name in names}
         self._meter.count()
         return self._loss
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """The loss of the last step and the terms that the loss function returned beside it, 0-dim on the host.
+
+        They are those of one forward pass over the global batch, on every rank. Raises RuntimeFault before the first
+        step.
+        """
+        if self._loss is None:
+            raise RuntimeFault("there is no loss before the first step", fix="call train_step first")
+        return {"loss": self._loss, **{name: x.cpu() for name, x in self._terms.items()}}
 
     def report(self) -> StepReport:
         """Return loss, gradient norm, throughput and MFU since the last report; `str()` of it is one line.

@@ -249,7 +249,7 @@ class RunningWeights:
         loss: Mapping[str, str],
         configurations: Mapping[str, object],
     ) -> None:
-        """Write `sizes`, bytes of the model's tensors by name; `loss`: tensors for a file of their own, with names there.
+        """Write the tensors of `sizes`, names and bytes; and those of `loss` in a file of its own, by names there.
 
         configurations: further files, as JSON. A collective. Raises CheckpointError on all ranks.
         """

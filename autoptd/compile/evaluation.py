@@ -1,6 +1,6 @@
 """The program of an evaluation: metrics of a model's outputs, on the ranks and parameters of a training plan.
 
-The model is traced once more with its metrics in place of the loss (`passes/losses/metrics.py`). The graph up to the
+The model is traced once more with metrics in place of the loss (`passes/objectives/metrics.py`). The graph up to the
 outputs is that of training, but its segments may be numbered otherwise, and what comes after the outputs is new. So the
 tensors of the new graph are split by the search's own integer program, with every parameter where the plan put it, and
 its segments go to the stages that hold their parameters:
@@ -23,7 +23,7 @@ from autoptd.compile.program import make_program
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.layout.layout import Layout
-from autoptd.passes.losses.metrics import Metrics
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.sharding.sharding import Sharding, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.plans.consistency import modules

@@ -12,6 +12,7 @@ whether any rank has a gradient for it. Parameters without a gradient are not st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -348,7 +349,7 @@ class Trainer:
         """Return one parameter or buffer, full, on every rank. A collective."""
         parameter = self.layout.parameters.get(name)
         spec = parameter or self.layout.buffers[name]
-        with self._buffers.whole([name] if parameter else []):
+        with self._buffers.whole([name]) if parameter else nullcontext():
             return self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
 
     def local_tensors(self) -> dict[str, Tensor]:

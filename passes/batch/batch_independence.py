@@ -70,8 +70,8 @@ from autoptd.passes.graph import (
     user_op_name,
 )
 from autoptd.passes.losses.loss_form import loss_node
-from autoptd.passes.losses.metrics import Metrics
 from autoptd.passes.normalise.at_example import at_example, needs_example
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
 from autoptd.passes.random.draws import draws
 from autoptd.passes.rules import op_notations as notations

@@ -41,9 +41,9 @@ from autoptd.passes.graph import (
 from autoptd.passes.losses.averaged_terms import ADDITIONS, OwnTerms, terms_of
 from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
 from autoptd.passes.losses.loss_form import PARTIAL, is_count, loss_form, loss_node
-from autoptd.passes.losses.metrics import Metrics
 from autoptd.passes.losses.outer_function import OuterFunction
 from autoptd.passes.losses.shares import Shares
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.opcall import Size
 from autoptd.passes.trace.traced import BATCH, Traced
 

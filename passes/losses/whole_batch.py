@@ -36,7 +36,7 @@ from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows
 from autoptd.passes.graph import ancestors, descendants, info, infos, is_getitem, operands, updated_values, write_op
 from autoptd.passes.losses.batch_sums import Mixes, Over, over_batch, placeholder_state
 from autoptd.passes.losses.loss_spellings import SPELLINGS
-from autoptd.passes.losses.metrics import Metrics
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.opcall import is_random
 from autoptd.passes.trace.traced import BATCH, Traced
 

@@ -43,8 +43,8 @@ from autoptd.passes.graph import (
     updated_values,
     write_op,
 )
-from autoptd.passes.losses.metrics import Metrics
 from autoptd.passes.losses.statistics_form import IN_EVALUATION
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.rules.factor_notation import divide
