@@ -46,7 +46,10 @@ from autoptd.passes.gc_pause import without_collector
 from autoptd.search.constraints.assumed import ASSUMABLE, SYSTEM_NAMES
 
 DONE, NO, BAD = 0, 1, 2
-_MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
+_MODEL_HELP = (
+    "a shipped name (autoptd models), a Hugging Face config.json or its folder, a cached Hub id org/name, or "
+    "module:callable"
+)
 _ALL_HELP = "show every stage, activation and op"
 
 
