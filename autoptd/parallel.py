@@ -38,6 +38,7 @@ from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage, compiling
 from autoptd.runtime.trainer import Trainer
 from autoptd.saving import Saving
+from autoptd.trackers import RunTracker, Tracker
 
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
@@ -227,6 +228,10 @@ class Parallel(Evaluating, Saving):
             raise RuntimeFault("there is nothing to report before the first step", fix="call train_step first")
         learning_rate, device = self.optimizer.param_groups[0]["lr"], self._running.communicators.device
         return self._meter.report(self._loss, self.grad_norm, learning_rate, device)
+
+    def tracker(self, *trackers: Tracker) -> RunTracker:
+        """Return trackers, such as those of `autoptd.trackers`, that log on rank 0 alone."""
+        return RunTracker(self.rank, *trackers)
 
     def sampler(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> ShareSampler:
         """Return a sampler of this rank's share of each global batch, for `DataLoader(data, batch_sampler=…)`.

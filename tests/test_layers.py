@@ -34,7 +34,7 @@ plans export
 compile checkpoint
 trace_cache
 explain out_of_memory planned_model
-running
+running trackers
 evaluating saving
 parallel
 arguments
