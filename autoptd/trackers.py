@@ -1,9 +1,6 @@
-"""Trackers: where the numbers of a run go. Anything with `log` and `close` is one.
+"""Trackers of a run's numbers: anything with `log` and `close`. Rank 0 alone logs.
 
-    tracker = par.tracker(JsonLines("log.jsonl"), Terminal())
-    tracker.log(par.step, {**par.report().to_data(), **par.losses})
-
-Rank 0 alone logs. A tracker opens what it writes to with its first numbers, so that other ranks open nothing.
+A tracker opens what it writes to with its first numbers, so that other ranks open nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class RunTracker:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log numbers and tensors of one element, on rank 0. Not collective. Raises InputsError for other values."""
         if self._trackers:
-            numbers = {name: _number(name, value) for name, value in values.items()}
+            numbers = {name: _number(name, value) for name, value in values.items() if name != "step"}
             for tracker in self._trackers:
                 tracker.log(step, numbers)
 
@@ -71,8 +68,7 @@ class Terminal:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         print(f"step {step:6}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()), flush=True)
 
-    def close(self) -> None:
-        """Do nothing: each line is out."""
+    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -87,8 +83,7 @@ class JsonLines:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **finite}) + "\n")
 
-    def close(self) -> None:
-        """Do nothing: each line is in the file."""
+    def close(self) -> None: ...
 
 
 class TensorBoard:

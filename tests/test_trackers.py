@@ -37,7 +37,7 @@ def test_rank_0_alone_logs_numbers() -> None:
     kept: Tracker = Kept()
     for rank in (1, 0):
         with RunTracker(rank, kept) as tracker:
-            tracker.log(3, {"loss": torch.tensor(0.5), "rate": 2})
+            tracker.log(3, {"step": 3, "loss": torch.tensor(0.5), "rate": 2})
     assert isinstance(kept, Kept) and kept.said == [(3, {"loss": 0.5, "rate": 2.0}), "closed"]
     assert all(type(x) is float for x in kept.said[0][1].values())
     with pytest.raises(InputsError, match="'each' is Tensor, not a number"):
