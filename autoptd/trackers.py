@@ -62,7 +62,7 @@ def _number(name: str, value: Any) -> float:
         raise InputsError(f"{name!r} is {type(value).__name__}, not a number", where=name, fix=fix) from error
 
 
-class Terminal:
+class Console:
     """A line of text for each step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

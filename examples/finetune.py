@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoptd
-from autoptd.trackers import JsonLines, Terminal
+from autoptd.trackers import Console, JsonLines
 
 LENGTH, STEPS, EVERY = 32, 12, 4
 METRICS = {  # a value of each sample; the means of both give the share of the right tokens
@@ -48,7 +48,7 @@ def main(out: str, data_set: str = "") -> None:
     par.resume(f"{out}/checkpoints")
     sampler = par.sampler(len(train))
     sampler.start_at(par.step)
-    with par.tracker(Terminal(), JsonLines(f"{out}/log.jsonl")) as tracker:
+    with par.tracker(Console(), JsonLines(f"{out}/log.jsonl")) as tracker:
         while par.step < STEPS:
             for batch in DataLoader(train, batch_sampler=sampler, collate_fn=collate):
                 par.train_step(batch)

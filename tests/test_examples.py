@@ -35,7 +35,7 @@ def lines(path: Path) -> list[dict[str, float]]:
 
 @pytest.mark.ranks
 def test_finetuning_goes_on_under_another_plan(tmp_path: Path) -> None:
-    """What two processes did, four do again from the last checkpoint but one."""
+    """Four processes do again what two did after the last checkpoint but one."""
     said = torchrun(2, "finetune.py", str(tmp_path))
     assert re.findall(r"step +(\d+)  loss", said) == ["4", "8", "12"]
     first = lines(tmp_path / "log.jsonl")

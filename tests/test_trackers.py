@@ -15,7 +15,7 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import InputsError
-from autoptd.trackers import JsonLines, MLflow, RunTracker, TensorBoard, Terminal, Tracker, WeightsAndBiases
+from autoptd.trackers import Console, JsonLines, MLflow, RunTracker, TensorBoard, Tracker, WeightsAndBiases
 
 VALUES = {"loss": torch.tensor(0.5), "rate": 2, "bad": float("nan")}
 
@@ -57,7 +57,7 @@ def test_a_file_of_lines_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_line_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    RunTracker(0, Terminal()).log(12, VALUES)
+    RunTracker(0, Console()).log(12, VALUES)
     assert capsys.readouterr().out == "step     12  loss 0.5  rate 2  bad nan\n"
 
 

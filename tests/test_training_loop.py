@@ -121,22 +121,24 @@ def test_without_a_profiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> 
         parallel.train_step(batch(0))
 
 
-def test_the_line_for_tensorboard_writes_the_report() -> None:
+def test_the_line_for_trackers_logs_the_report() -> None:
     page = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
-    (line,) = re.findall(r"`(for name, value .*?)`", page)
+    (line,) = re.findall(r"`(tracker\.log\(.*?\))`", page)
     curves: dict[tuple[str, int], float] = {}
-    writer = SimpleNamespace(add_scalar=lambda name, value, step: curves.update({(name, step): value}))
+    writer = SimpleNamespace(log=lambda step, values: curves.update({(n, step): x for n, x in values.items()}))
     parallel = made()
+    tracker = parallel.tracker(writer)
     for step in range(2):
         loss = float(parallel.train_step(batch(step)))
-        exec(line, {"par": parallel, "writer": writer})
+        exec(line, {"par": parallel, "tracker": tracker})
     assert curves["loss", 2] == loss and curves["learning_rate", 1] == 0.05
 
 
 def test_the_page_runs() -> None:
     page = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    said = io.StringIO()
+    blocks, said = re.findall(r"```python\n(.*?)```", page, re.DOTALL), io.StringIO()
     with contextlib.redirect_stdout(said):
-        exec(compile(block, "docs/training.md", "exec"), {})
+        for block in blocks:
+            exec(compile(block, "docs/training.md", "exec"), {})
     assert "step      8" in said.getvalue() and "F0 stage 0" in said.getvalue()
+    assert len(blocks) == 2 and "torch.Size([23])" in said.getvalue()
