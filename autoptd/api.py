@@ -47,7 +47,7 @@ from autoptd.search.constraints.systems import read_system
 @public
 @without_collector()
 def trace(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     *,
     inputs: Mapping[str, Any] | None = None,
     loss: Callable[..., Tensor] | None = None,
@@ -59,12 +59,12 @@ def trace(
 ) -> TracedModel:
     """Trace `model` once, for any number of calls of `plan` and `parallelize`, which take the result in its place.
 
-    The keywords are those of `plan`. Raises InputsError, TraceError, UnsupportedOp, PlanError for an unknown precision.
+    Arguments are those of `plan`. Raises InputsError, TraceError, UnsupportedOp, PlanError for an unknown precision.
     """
     from autoptd.compile.read import read_model  # torch.export, which a trace that was kept does without
 
     return read_model(
-        model,
+        _built(model),  # type: ignore[arg-type]  # raises InputsError for a traced one
         inputs=inputs,
         loss=loss,
         targets=targets,
@@ -78,7 +78,7 @@ def trace(
 @public
 @without_collector()
 def plan(
-    model: nn.Module | TracedModel,
+    model: nn.Module | TracedModel | str | os.PathLike[str],
     *,
     world: int,
     inputs: Mapping[str, Any] | None = None,
@@ -105,7 +105,7 @@ def plan(
     seq, precision and loss_averaging.
 
     Args:
-        model: a single-device module, or the result of `trace`.
+        model: a single-device module, the result of `trace`, or a name as on the command line, such as a Hub id.
         world: number of devices, over all nodes.
         inputs: example keyword arguments of `forward`: tensors with samples in dim 0, maybe on meta, and containers of
             them. All samples share tensors without, such as the weight of a term at this step. Flags, numbers, strings
@@ -143,7 +143,7 @@ def plan(
     constraints, chosen, where = read_system(as_, fix, assume), optimizer_name(optimizer), _cluster(cluster)
     check_clip(clip_norm)
     check_limit(time_limit_s)
-    source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
+    source = _traced(_built(model), inputs, loss, targets, seq, precision, progress, loss_averaging)
     source = source.for_batch(samples_of(batch, world))
     return make_plan(
         source,
@@ -337,16 +337,31 @@ def _traced(
 def _opened(
     model: nn.Module | TracedModel | str | os.PathLike[str], weights: str | os.PathLike[str] | None
 ) -> tuple[nn.Module | TracedModel, str | os.PathLike[str] | None]:
-    """Build a model given by name or folder on meta; return it with the folder of its weights, if there is one."""
+    """Build a model given by name or folder on meta; return it with the folder of its weights, if there is one.
+
+    A model of the Hub has its weights: they are never those of an initialiser.
+    """
     if not isinstance(model, (str, os.PathLike)):
         return model, weights
-    from autoptd.checkpoint.huggingface import has_weights
-    from autoptd.models.load import load_model
+    from autoptd.checkpoint.huggingface import ONE, has_weights
+    from autoptd.models.hub import cached_folder, is_hub_id
 
     name = os.fspath(model)
-    if weights is None and has_weights(Path(name)):
-        weights = name
-    return load_model(name)[0], weights
+    if weights is None:
+        folder = cached_folder(name) if is_hub_id(name) else Path(name)
+        weights = folder if has_weights(folder) or is_hub_id(name) else None
+        if weights is not None and not has_weights(folder):
+            cached_folder(name, ONE)  # raises ModelError
+    return _built(name), weights
+
+
+def _built(model: nn.Module | TracedModel | str | os.PathLike[str]) -> nn.Module | TracedModel:
+    """Return a model; one that is given by name, built on meta."""
+    if not isinstance(model, (str, os.PathLike)):
+        return model
+    from autoptd.models.load import load_model
+
+    return load_model(os.fspath(model))[0]
 
 
 def _stored(weights: str | os.PathLike[str], source: TracedModel) -> Mapping[str, Stored]:

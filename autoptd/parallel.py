@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import namedtuple
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from autoptd.codegen.emit import Program, load_stage
 from autoptd.compile.layout import make_layout, named_values
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.evaluating import Evaluating, EvaluationPrograms
 from autoptd.explain.plan import brief
 from autoptd.layout.layout import Layout
 from autoptd.ops.dropout import DropoutKey
@@ -26,11 +25,12 @@ from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.custom_grad.ops import described
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import check_same_program
-from autoptd.runtime.comm.interfaces import Communicators, Watcher
-from autoptd.runtime.faults.rank_status import PendingComm
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.evaluation.evaluator import Evaluator
 from autoptd.runtime.initialise import values_for
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import LossScale
@@ -39,17 +39,15 @@ from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage, compiling
 from autoptd.runtime.trainer import Trainer
-from autoptd.text import printable
-
-if TYPE_CHECKING:
-    from autoptd.checkpoint.session import Session, Stateful
+from autoptd.saving import Saving
+from autoptd.trackers import RunTracker, Tracker
 
 _Rank = namedtuple("_Rank", "rank size")  # on an axis without communication
 Optimizer = str | Callable[..., torch.optim.Optimizer]
 
 
 @public_methods
-class Parallel:
+class Parallel(Evaluating, Saving):
     """A plan with its generated program, as `parallelize` returns it.
 
     Under torchrun, or with a world of one, it trains: `train_step`, `eval_step`, `save`, `resume`. Without a launcher
@@ -89,8 +87,10 @@ class Parallel:
             check_backend(backend, plan.schedule.kind)
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # the last step's
+        self._terms: dict[str, Tensor] = {}  # of it, float64
         self._meter = meter_of(plan)
-        self._communicators: Communicators | None = None
+        self._programs = EvaluationPrograms()
+        self._evaluators: dict[Hashable, tuple[Metrics, Evaluator]] = {}
 
     def __repr__(self) -> str:
         rank = "" if self._communicators is None else f", rank {self._communicators.rank}, step {self.step}"
@@ -165,7 +165,7 @@ class Parallel:
             check_backend(backend, self.plan.schedule.kind, communicators.device)
             for stage in stages:
                 compile_stage(stage, backend)
-        self._communicators = communicators
+        self._evaluators = {}
         self._resident = resident_bytes()
         self._trainer = Trainer(
             stages,
@@ -210,19 +210,21 @@ class Parallel:
             self._meter.restart()
         with self._watch, compiling(), explained(trainer, self.plan, self._source, self._resident):
             self._loss = trainer.train_step(batch)
+            bank, names = self._source.objective.bank, self._source.objective.terms
+            self._terms = {name: trainer.whole(f"{bank}.{name}") for name in names}
         self._meter.count()
         return self._loss
 
     @property
-    def _watch(self) -> Watcher:
-        self._running  # noqa: B018  starts a world of one
-        assert self._communicators is not None
-        return self._communicators.watch
+    def losses(self) -> dict[str, Tensor]:
+        """The loss of the last step and the terms that the loss function returned beside it, 0-dim on the host.
 
-    @property
-    def step(self) -> int:
-        """Number of steps done."""
-        return self._meter.step
+        They are those of one forward pass over the global batch, on every rank. Raises RuntimeFault before the first
+        step.
+        """
+        if self._loss is None:
+            raise RuntimeFault("there is no loss before the first step", fix="call train_step first")
+        return {"loss": self._loss, **{name: x.cpu() for name, x in self._terms.items()}}
 
     def report(self) -> StepReport:
         """Return loss, gradient norm, throughput and MFU since the last report; `str()` of it is one line.
@@ -234,6 +236,10 @@ class Parallel:
         learning_rate, device = self.optimizer.param_groups[0]["lr"], self._running.communicators.device
         return self._meter.report(self._loss, self.grad_norm, learning_rate, device)
 
+    def tracker(self, *trackers: Tracker) -> RunTracker:
+        """Return trackers, such as those of `autoptd.trackers`, that log on rank 0 alone."""
+        return RunTracker(self.rank, *trackers)
+
     def sampler(self, samples: int, *, shuffle: bool = True, seed: int = 0) -> ShareSampler:
         """Return a sampler of this rank's share of each global batch, for `DataLoader(data, batch_sampler=…)`.
 
@@ -241,12 +247,6 @@ class Parallel:
         every plan; `start_at(step)` resumes.
         """
         return ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
-
-    def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective."""
-        trainer = self._running
-        with self._watch:
-            return trainer.eval_step(batch)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -268,25 +268,6 @@ class Parallel:
         """The dynamic loss scale of fp16, with `state_dict` and `load_state_dict`; None in other precisions."""
         return self._running.finite.scaling
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process in the world."""
-        self._running  # noqa: B018  starts a world of one
-        assert self._communicators is not None
-        return self._communicators.rank
-
-    @property
-    def dp_rank(self) -> int:
-        """Index of this rank's share of the global batch, 0 to `dp_size` - 1."""
-        self._running  # noqa: B018  starts a world of one
-        assert self._communicators is not None
-        return self._communicators.dp.rank
-
-    @property
-    def dp_size(self) -> int:
-        """Number of shares that the global batch is split into."""
-        return self.plan.mesh.dp
-
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's slices of its stages' parameters and buffers, by original name. Collective."""
         return self._running.local_tensors()
@@ -294,101 +275,6 @@ class Parallel:
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's full gradients by original name, on every rank. Collective."""
         return self._running.gradients()
-
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        others: Mapping[str, Stateful] | None = None,
-        keep: int | None = None,
-        wait: bool = True,
-    ) -> None:
-        """Write a checkpoint `step-…` into a folder shared by all ranks, and point `latest` to it. Collective.
-
-        It holds parameters, optimizer state, random state, step and plan; `load` reads it under any other plan.
-
-        others: further objects with `state_dict` and `load_state_dict`, by name, such as learning-rate schedulers.
-        keep: number of checkpoints to keep; older ones are removed. None keeps all.
-        wait: return once the checkpoint is durable. False: return once this rank's share is copied, and write during
-        training; a failure is then raised by the next `save` or by `finish_saving`.
-        Raises CheckpointError on every rank.
-        """
-        session = self._session
-        with self._with_all(f"saving step {self.step}"):
-            session.save(Path(directory), self.step, others or {}, keep)
-            if wait:
-                session.wait()
-
-    def finish_saving(self) -> None:
-        """Wait until the last checkpoint is durable. Collective. Raises CheckpointError if it cannot be written."""
-        session = self._session
-        with self._with_all("saving"):
-            session.wait()
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        others: Mapping[str, Stateful] | None = None,
-        optimizer: bool = True,
-    ) -> int:
-        """Load a checkpoint written under any plan, and return its step. Collective.
-
-        path: the folder that was given to `save`, whose `latest` is loaded, or one `step-…` folder in it.
-        others: objects to restore, by the names that `save` was given.
-        optimizer: False loads the parameters alone.
-        Files are checked against their digests first. Raises CheckpointError on every rank.
-        """
-        session = self._session
-        with self._with_all("loading"):
-            self._meter.step = session.load(Path(path), others or {}, optimizer=optimizer)
-        return self.step
-
-    def resume(self, directory: str | os.PathLike[str], *, others: Mapping[str, Stateful] | None = None) -> int:
-        """Load the newest complete checkpoint of a folder, if any, and return its step; 0 if there is none. Collective.
-
-        Call it before the training loop, so that the launcher can restart the script at any time. Damaged checkpoints
-        are named in a warning and skipped. Raises CheckpointError on every rank if all of them are damaged, belong to
-        another model, or the ranks do not share a folder that they can write to; `load` needs read access only.
-        """
-        session = self._session
-        with self._with_all("resuming"):
-            step, damaged = session.resume(Path(directory), others or {})
-        if damaged and self.rank == 0:
-            left_out = printable("; ".join(damaged), keep="")
-            warnings.warn(f"skipped {left_out}; resuming from step {step}", stacklevel=2)
-        self._meter.step = step
-        return step
-
-    @contextmanager
-    def _with_all(self, doing: str) -> Iterator[None]:
-        """Watch a collective outside of training steps, with no time limit."""
-        watch = self._watch
-        watch.status.leave(doing)
-        try:
-            with watch, PendingComm(watch.status, "with", ()):
-                yield
-        finally:
-            watch.status.leave()
-
-    @cached_property
-    def _session(self) -> Session:
-        from autoptd.checkpoint.session import Session
-
-        model, layout = self._source.model, self.layout
-        names = model.state_dict(keep_vars=True)
-        trained = {name for name, spec in layout.parameters.items() if spec.trainable}
-        untrained = frozenset(n for n in {**layout.parameters, **layout.buffers} if n in names and n not in trained)
-        config = getattr(model, "config", None)
-        manifest = {
-            "model": self.plan.model,
-            "graph_hash": self.plan.graph_hash,
-            "tensors": {n: list(s.shape) for n, s in {**layout.parameters, **layout.buffers}.items() if n in names},
-            "buffers": [name for name in layout.buffers if name in names],
-            "aliases": dict(self._source.folded.traced.aliases),
-            "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
-        }
-        return Session(self._running, self.plan, untrained, manifest)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return full tensors by original name, tied ones under each of their names, on every rank. Collective."""

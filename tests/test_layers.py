@@ -35,6 +35,8 @@ plans export
 compile checkpoint
 trace_cache
 explain out_of_memory planned_model
+running trackers
+evaluating saving
 parallel
 arguments
 api

@@ -119,13 +119,14 @@ def test_without_a_profiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> 
         parallel.train_step(batch(0))
 
 
-def test_the_line_for_tensorboard_writes_the_report() -> None:
+def test_the_line_for_trackers_logs_the_report() -> None:
     page = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
-    (line,) = re.findall(r"`(for name, value .*?)`", page)
+    (line,) = re.findall(r"`(tracker\.log\(.*?\))`", page)
     curves: dict[tuple[str, int], float] = {}
-    writer = SimpleNamespace(add_scalar=lambda name, value, step: curves.update({(name, step): value}))
+    writer = SimpleNamespace(log=lambda step, values: curves.update({(n, step): x for n, x in values.items()}))
     parallel = made()
+    tracker = parallel.tracker(writer)
     for step in range(2):
         loss = float(parallel.train_step(batch(step)))
-        exec(line, {"par": parallel, "writer": writer})
+        exec(line, {"par": parallel, "tracker": tracker})
     assert curves["loss", 2] == loss and curves["learning_rate", 1] == 0.05

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from torch import Tensor, nn
 
 from autoptd.checkpoint import contents, dcp, folder
 from autoptd.checkpoint.files import LOAD_OLDER
-from autoptd.checkpoint.index import Index
 from autoptd.cost_models.complaints import MIB, quoted, read_json
 from autoptd.errors import CheckpointError, ModelError
 from autoptd.models.downloaded import file_of
+from autoptd.runtime.comm.interfaces import Communicators, all_gather_text
 from autoptd.runtime.lazy_tensor import Stored
 
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE, INDEX, LOSS = "model.safetensors", "model.safetensors.index.json", "loss.safetensors"
+_TEXT = 2000  # bytes of an error that other ranks receive
 _ENDING, _INDEX_BYTES = ".safetensors", 32 * MIB
 _CONVERT = f"give a folder with {ONE} or {INDEX}; .bin files are pickles, which may run code, and are never read"
 SHARD_BYTES = 5 * 10**9  # the default of transformers (max_shard_size, quoted from memory)
@@ -143,29 +146,23 @@ def export(source: Path, target: Path, dtype: torch.dtype | None, shard_bytes: i
             where=str(where),
             fix="read the tensors with `autoptd.Parallel.load`, or with torch.distributed.checkpoint",
         )
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError("the folder is not empty", where=str(target), fix="give an empty or a new folder")
+    _check_empty(target)
     if damage := contents.damaged_files(where, manifest):
         raise CheckpointError(f"the checkpoint is damaged: {damage[0]}", where=str(where), fix=LOAD_OLDER)
     contents.check_listed(where, manifest, folder.PLAN)
     index = contents.index_of(where, manifest)
     known = {key.removeprefix("model."): saved for key, saved in index.items() if key.startswith("model.")}
     dtype = dtype or _trained_in(where)
-    groups = _grouped(known, dtype, shard_bytes)
-    part = target.with_name(f".{target.name}.part")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        files = _write_files(where, index, part, groups, dtype)
-        config = {**manifest["config"], "dtype": str(dtype).removeprefix("torch.")}
-        (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        if target.exists():
-            target.rmdir()
-        part.replace(target)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot be written: {error}", where=str(target)) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    types = {name: dtype if saved.dtype.is_floating_point else saved.dtype for name, saved in known.items()}
+    groups = _grouped({name: _bytes(saved.shape, types[name]) for name, saved in known.items()}, shard_bytes)
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        found = dcp.read_whole(where, index, [f"model.{name}" for name in names])
+        return {key.removeprefix("model."): x.to(types[key.removeprefix("model.")]) for key, x in found.items()}
+
+    with _new_folder(target) as part:
+        files = _write_files(part, groups, read)
+        _write_json(part / "config.json", {**manifest["config"], "dtype": str(dtype).removeprefix("torch.")})
     return {"step": manifest["step"], "tensors": len(known), "files": sorted(set(files.values())), "dtype": str(dtype)}
 
 
@@ -176,37 +173,128 @@ def _trained_in(where: Path) -> torch.dtype:
     return PRECISIONS[Plan.load(where / folder.PLAN).precision]
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() else x
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _grouped(known: Index, dtype: torch.dtype, limit: int) -> list[list[str]]:
+def _check_empty(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError("the folder is not empty", where=str(target), fix="give an empty or a new folder")
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to write into, which becomes `target` if nothing fails. Raises CheckpointError."""
+    part = target.with_name(f".{target.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        if target.exists():
+            target.rmdir()
+        part.replace(target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot be written: {error}", where=str(target)) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write_json(path: Path, data: object) -> None:
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _grouped(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Return the names of each file's tensors: at most `limit` bytes, or a single larger tensor."""
     groups: list[list[str]] = []
     free = 0
-    for name in sorted(known):
-        own = known[name].dtype
-        size = torch.Size(known[name].shape).numel() * (dtype if own.is_floating_point else own).itemsize
-        if not groups or size > free:
+    for name in sorted(sizes):
+        if not groups or sizes[name] > free:
             groups.append([])
             free = limit
         groups[-1].append(name)
-        free -= size
+        free -= sizes[name]
     return groups
 
 
-def _write_files(where: Path, index: Index, part: Path, groups: list[list[str]], dtype: torch.dtype) -> dict[str, str]:
-    """Write the files, and the index if there are several. Returns the file of each tensor."""
+def _write_files(
+    part: Path, groups: Sequence[Sequence[str]], read: Callable[[Sequence[str]], dict[str, Tensor]]
+) -> dict[str, str]:
+    """Write the files, and the index if there are several. `read`: gives the tensors of one. Returns that of each."""
     files: dict[str, str] = {}
     total = 0
     for number, names in enumerate(groups, 1):
         file = ONE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        found = dcp.read_whole(where, index, [f"model.{name}" for name in names])
-        tensors = {key.removeprefix("model."): _cast(x, dtype) for key, x in found.items()}
+        tensors = read(names)
         total += sum(x.numel() * x.itemsize for x in tensors.values())
         save_file(tensors, part / file, metadata={"format": "pt"})
         files |= dict.fromkeys(names, file)
     if len(groups) > 1:
-        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-        (part / INDEX).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     return files
+
+
+class RunningWeights:
+    """The weights of a running model, written by rank 0 into a folder, while all ranks gather one tensor at a time.
+
+    whole: returns a tensor by its name, on every rank. A collective.
+    """
+
+    def __init__(self, communicators: Communicators, whole: Callable[[str], Tensor]) -> None:
+        self._comm, self._whole = communicators, whole
+
+    def write(
+        self,
+        target: Path,
+        sizes: Mapping[str, int],
+        loss: Mapping[str, str],
+        configurations: Mapping[str, object],
+    ) -> None:
+        """Write the tensors of `sizes`, names and bytes; and those of `loss` in a file of its own, by names there.
+
+        configurations: further files, as JSON. A collective. Raises CheckpointError on all ranks.
+        """
+        groups = _grouped(sizes, SHARD_BYTES)
+        self._agree(partial(_check_empty, target))
+        if self._comm.rank != 0:
+            for name in (*(name for names in groups for name in names), *loss):
+                self._whole(name)
+            self._agree(lambda: None)
+            return
+        gathered = 0
+
+        def read(names: Sequence[str]) -> dict[str, Tensor]:
+            nonlocal gathered
+            found = {}
+            for name in names:
+                whole = self._whole(name)
+                gathered += 1
+                found[name] = whole.detach().cpu().contiguous().clone()
+            return found
+
+        def write() -> None:
+            try:
+                with _new_folder(target) as part:
+                    _write_files(part, groups, read)
+                    if loss:
+                        found = {loss[name]: x for name, x in read([*loss]).items()}
+                        save_file(found, part / LOSS, metadata={"format": "pt"})
+                    for name, data in configurations.items():
+                        _write_json(part / name, data)
+            finally:  # the other ranks gather all of them
+                for name in [*(name for names in groups for name in names), *loss][gathered:]:
+                    self._whole(name)
+
+        self._agree(write)
+
+    def _agree(self, do: Callable[[], None]) -> None:
+        """Run a function on rank 0; raise its CheckpointError on all ranks. A collective."""
+        text = ""
+        if self._comm.rank == 0:
+            try:
+                do()
+            except CheckpointError as error:
+                text = "\x1f".join((error.what, error.where, error.fix))
+        first = all_gather_text(text, self._comm.world, self._comm.device, _TEXT)[0]
+        if first:
+            what, where, fix = [*first.split("\x1f"), "", ""][:3]
+            raise CheckpointError(what, where=where, fix=fix)

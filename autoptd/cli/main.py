@@ -47,7 +47,10 @@ from autoptd.search.constraints.assumed import ASSUMABLE, SYSTEM_NAMES
 from autoptd.text import wrapped
 
 DONE, NO, BAD = 0, 1, 2
-_MODEL_HELP = "a shipped name (autoptd models), a Hugging Face config.json or its folder, or module:callable"
+_MODEL_HELP = (
+    "a shipped name (autoptd models), a Hugging Face config.json or its folder, a cached Hub id org/name, or "
+    "module:callable"
+)
 _ALL_HELP = "show every stage, activation and op"
 
 

@@ -20,6 +20,8 @@ from autoptd.nest import Nest
 from autoptd.passes.fold import fold, graph_hash
 from autoptd.passes.loops.same_program import refuse_other_program
 from autoptd.passes.normalise.normalise import normalise
+from autoptd.passes.objectives.metrics import Metrics
+from autoptd.passes.objectives.terms import NamedTerms
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
 from autoptd.passes.trace.specialize_sizes import check_inputs
 from autoptd.passes.trace.trace import SAMPLES, trace
@@ -43,6 +45,42 @@ def read_model(
     loss_averaging: str = "global",
 ) -> TracedModel:
     """Trace and fold a model. Raises InputsError for invalid arguments or missing inputs; TraceError, UnsupportedOp."""
+    read = partial(
+        _read_model,
+        model,
+        inputs=inputs,
+        loss=loss,
+        targets=targets,
+        seq=seq,
+        precision=precision,
+        progress=progress,
+        loss_averaging=loss_averaging,
+    )
+    try:
+        return read(terms=())
+    except NamedTerms as found:  # known once the loss has run
+        terms = found.names
+    if loss_averaging != "global":
+        raise InputsError(
+            f"the loss returns {', '.join(map(repr, terms))} beside the loss, which are computed from the whole batch",
+            where="loss_averaging",
+            fix="leave loss_averaging out, or return the scalar alone",
+        )
+    return read(terms=terms)
+
+
+def _read_model(
+    model: nn.Module,
+    *,
+    inputs: Mapping[str, Any] | None,
+    loss: Callable[..., Tensor] | Objective | None,
+    targets: Targets | None,
+    seq: int | None,
+    precision: str,
+    progress: Progress,
+    loss_averaging: str,
+    terms: tuple[str, ...],
+) -> TracedModel:
     if precision == "fp8":
         raise PlanError(
             "no program computes in fp8 yet",
@@ -85,9 +123,11 @@ def read_model(
         )
     objective, named = read_objective(loss, given, targets, nest)
     objective, model = objective.joined(model)
+    if terms:
+        objective, model = objective.with_terms(terms, model)
     check_inputs(examples := {**given, **named})
 
-    def traced_with(examples: Mapping[str, Tensor], rows: Rows) -> TracedModel:
+    def traced_with(examples: Mapping[str, Tensor], rows: Rows, objective: Objective = objective) -> TracedModel:
         traced_by = partial(
             trace,
             model,
@@ -95,7 +135,7 @@ def read_model(
             rows=rows,
             loss=objective,
             precision=precision,
-            averaging=loss_averaging,  # type: ignore[arg-type]
+            averaging="global" if isinstance(objective, Metrics) else loss_averaging,  # type: ignore[arg-type]
         )
         with progress.stage(f"trace {type(model).__name__}"):
             traced = traced_by()
@@ -111,11 +151,14 @@ def read_model(
             sizes[SEQUENCE] = seq
 
         def again(samples: int) -> TracedModel:
-            return traced_with(with_samples(examples, rows, samples), rows)
+            return traced_with(with_samples(examples, rows, samples), rows, objective)
+
+        def evaluated(metrics: Objective) -> TracedModel:
+            return traced_with(examples, rows, metrics)
 
         given_notes = (*notes, *traced.notes)
         return TracedModel(
-            lambda: model, model_name(model), folded, digest, sizes, precision, known, again, given_notes
+            lambda: model, model_name(model), folded, digest, sizes, precision, known, again, given_notes, evaluated
         )
 
     first: TraceError | None = None

@@ -32,6 +32,8 @@ class TracedModel:
     known: ShardingCache = field(compare=False, repr=False)
     again: Callable[[int], TracedModel] = field(compare=False, repr=False)  # trace it with so many samples
     notes: tuple[str, ...] = ()  # notes about the given module, for its plans
+    # trace it with another objective; None if the trace was read from a file
+    evaluated: Callable[[Objective], TracedModel] | None = field(default=None, compare=False, repr=False)
 
     def for_batch(self, samples: int) -> TracedModel:
         """Return the model as its code runs for a step of so many samples: traced again if it branches on them.

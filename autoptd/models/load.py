@@ -1,4 +1,5 @@
-"""Loading of models by name (`llama3-70b`), folder (`./folder`) or callable (`train:build`), on the meta device.
+"""Loading of models by name (`llama3-70b`), folder (`./folder`), Hub id (`org/name`) or callable (`train:build`), on
+the meta device.
 
 Nothing is downloaded: configurations are local files, and models are built from them without weights. torch and
 transformers are imported when a model is built, so that listing names is fast.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autoptd.cost_models.complaints import quoted, read_json, read_text
 from autoptd.errors import ModelError, nearest
 from autoptd.models.downloaded import check_config, contained, file_of
+from autoptd.models.hub import cached_folder, hub_name, is_hub_id
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +41,7 @@ _USER_ERRORS = (  # errors that a user's own code may raise
     TypeError,
     ValueError,
 )
-_ACCEPTED = "pass a shipped name, a Hugging Face config.json or its folder, or module:callable"
+_ACCEPTED = "pass a shipped name, a Hugging Face config.json or its folder, a cached org/name, or module:callable"
 
 
 def model_names() -> list[str]:
@@ -74,7 +76,8 @@ def configuration_of(name: str) -> Configuration | None:
     if found is None or not found[0].is_file():
         return None
     file, short = found
-    return Configuration(read_text(file, "configuration", ModelError, _ACCEPTED), _short_name(file), short)
+    called = short if is_hub_id(name) else _short_name(file)
+    return Configuration(read_text(file, "configuration", ModelError, _ACCEPTED), called, short)
 
 
 def _config_file(name: str) -> tuple[Path, str] | None:
@@ -84,6 +87,8 @@ def _config_file(name: str) -> tuple[Path, str] | None:
         return _SHIPPED / f"{name}.json", name
     if name and (path.is_dir() or path.suffix == ".json"):
         return (file_of(path, "config.json"), path.resolve().name) if path.is_dir() else (path, _short_name(path))
+    if is_hub_id(name):
+        return file_of(cached_folder(name), "config.json"), hub_name(name)
     return None
 
 
@@ -101,7 +106,7 @@ def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
         with torch.device(device):
             return NanoGPT().train(), name
     if (found := _config_file(name)) is not None:
-        return from_config(found[0], device), found[1]
+        return from_config(found[0], device, found[1] if is_hub_id(name) else ""), found[1]
     if ":" in name:
         return _from_callable(name, device), name.partition(":")[2]
     if path.suffix == ".py":
@@ -110,8 +115,11 @@ def load_model(name: str, device: str = "meta") -> tuple[nn.Module, str]:
     raise ModelError(f"there is no model {name!r}", fix=fix)
 
 
-def from_config(path: Path, device: str = "meta") -> nn.Module:
-    """Build the model of a Hugging Face configuration file, without weights. Raises ModelError."""
+def from_config(path: Path, device: str = "meta", called: str = "") -> nn.Module:
+    """Build the model of a Hugging Face configuration file, without weights. Raises ModelError.
+
+    called: the model's own name. Default: that of the folder or file.
+    """
     data = _read_config(path)
     check_config(data, str(path))
     try:
@@ -134,7 +142,7 @@ def from_config(path: Path, device: str = "meta") -> nn.Module:
             raise ModelError(f"transformers has no model class {quoted(architecture)}", where=str(path), fix=fix)
         with torch.device(device), contained(str(path)):
             config = transformers.AutoConfig.for_model(kind, **fields)
-            config.name_or_path = _short_name(path)
+            config.name_or_path = called or _short_name(path)
             model = model_class(config).train()
         if isinstance(data.get("seq"), int):
             model.default_seq = data["seq"]

@@ -83,6 +83,13 @@ class Agreement:
         ]
         return found
 
+    def nothing(self) -> list[Microbatch]:
+        """Return a microbatch of zeros for a rank whose data has ended; it has no fault, and counts no sample."""
+        self._fault = None
+        self._digests = [torch.zeros((), dtype=torch.float64)] * 2
+        planned = self._layout.micro * self._layout.microbatches
+        return self._cut(stand_in(self._layout.specs, planned), None)[:1]
+
     def _cut(self, batch: Mapping[str, Tensor], microbatches: int | None) -> list[Microbatch]:
         layout = self._layout
         check_multiples(batch, layout.multiples)

@@ -12,6 +12,7 @@ whether any rank has a gradient for it. Parameters without a gradient are not st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,7 @@ class Trainer:
         self._used: set[str] = set()
         self._inputs, self._check = Agreement(layout, communicators), check
         self._agreed: list[float] = []  # sums of `_inputs.row()` over all ranks in the last step
+        self._attached = len(self.stages)  # with those of evaluations
 
     @property
     def stage(self) -> Stage:
@@ -121,7 +123,7 @@ class Trainer:
         self._check_loaded()
         microbatches = self._microbatches(batch, self.layout.microbatches, self._check)
         self._dropout.active = True
-        self._use_running(False)
+        _use_running(self.stages, self.layout, False)
         self._dropout.share = self._share_starts(sum(map(sample_count, microbatches)))
         self._buffers.start_step()
         counts = self._global_counts(microbatches)
@@ -197,15 +199,13 @@ class Trainer:
 
         0-dim on the host.
         """
-        self._check_loaded()
-        check_evaluates(self.layout)
         whole = self.layout.one_microbatch or self.layout.statistics == "batch"
+        check_evaluates(self.layout)
         microbatches = self._microbatches(batch, 1 if whole else None)
-        self._dropout.active = False
-        self._use_running(True)
+        self.evaluate_with(self.stages, self.layout)
         own = len(microbatches)
         counts = self._global_counts(microbatches)
-        microbatches += microbatches[-1:] * (self._most_microbatches(own) - own)
+        microbatches += microbatches[-1:] * (self.most_microbatches(own) - own)
         loss = self._forward(microbatches, counts, counted=own)
         if (loss_of_sums := self._loss_of_sums(counts)) is not None:
             loss_of_sums.take(loss)
@@ -218,13 +218,19 @@ class Trainer:
             self._inputs.refuse(agreed)
         return torch.tensor(whole, dtype=self.layout.main_dtype)
 
-    def _use_running(self, evaluating: bool) -> None:
-        """Let running statistics stand in for those of the batch, or not."""
-        for replicas in (stage.dp for stage in self.stages if hasattr(stage, "dp")):
-            replicas.mode.running = evaluating
-            replicas.mode.alone = evaluating and self.layout.statistics == "running"
+    def evaluate_with(self, stages: Sequence[Stage], layout: Layout) -> None:
+        """Bring stages on this rank's tensors into evaluation mode: nothing is dropped, statistics are running ones."""
+        self._check_loaded()
+        self._dropout.active = False
+        _use_running(stages, layout, True)
 
-    def _most_microbatches(self, own: int) -> int:
+    def attach(self, stages: Sequence[Stage]) -> None:
+        """Let further stages on this rank's parameters gather them, or wait for them, in their forward passes."""
+        for stage in stages:
+            self._buffers.attach(stage, self._attached)
+            self._attached += 1
+
+    def most_microbatches(self, own: int) -> int:
         """Return the maximum of `own` over dp ranks if forward passes communicate over them; else `own`."""
         if self.layout.zero < 3 and self.layout.mesh.ep == 1 and not self.layout.sums_over_dp:
             return own
@@ -335,15 +341,16 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all parameters, and buffers that steps update, full, by original name, on every rank. A collective."""
-        result = {}
+        updated = [name for name, spec in self.layout.buffers.items() if spec.updated]
         with self.communicators.watch.status.calling("state_dict"):
-            for name, spec in self.layout.parameters.items():
-                with self._buffers.whole([name]):
-                    result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
-            for name, spec in self.layout.buffers.items():
-                if spec.updated:
-                    result[name] = self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
-        return result
+            return {name: self.whole(name) for name in (*self.layout.parameters, *updated)}
+
+    def whole(self, name: str) -> Tensor:
+        """Return one parameter or buffer, full, on every rank. A collective."""
+        parameter = self.layout.parameters.get(name)
+        spec = parameter or self.layout.buffers[name]
+        with self._buffers.whole([name]) if parameter else nullcontext():
+            return self._collect(self._tensors.get(name), spec, spec.dtype or self.layout.dtype)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of each parameter and buffer of its stages, by name. A collective over dp."""
@@ -382,3 +389,10 @@ class Trainer:
     def _check_loaded(self) -> None:
         if not self._loaded:
             raise RuntimeFault("the parameters have no values yet", fix="call load_parameters first")
+
+
+def _use_running(stages: Sequence[Stage], layout: Layout, evaluating: bool) -> None:
+    """Let running statistics stand in for those of the batch, or not."""
+    for replicas in (stage.dp for stage in stages if hasattr(stage, "dp")):
+        replicas.mode.running = evaluating
+        replicas.mode.alone = evaluating and layout.statistics == "running"

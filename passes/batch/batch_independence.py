@@ -54,6 +54,7 @@ from autoptd.passes.batch.rows import (
     Order,
     Rows,
     State,
+    check_order,
     orders_differ,
     placed_by,
 )
@@ -68,7 +69,9 @@ from autoptd.passes.graph import (
     source_line,
     user_op_name,
 )
+from autoptd.passes.losses.loss_form import loss_node
 from autoptd.passes.normalise.at_example import at_example, needs_example
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
 from autoptd.passes.random.draws import draws
 from autoptd.passes.rules import op_notations as notations
@@ -98,8 +101,14 @@ _BROADCASTING = (  # elementwise losses, whose operands are broadcast from the r
 
 
 def refuse_mixed_samples(graph: fx.Graph, traced: Traced) -> None:
-    """Raise UnsupportedOp for the first op whose result for one sample depends on others."""
-    states, statistics = follow_samples(graph, traced, _refuse)
+    """Raise UnsupportedOp for the first op whose result for one sample depends on others.
+
+    Metrics have their rows in the order of the batch, and read no sums over it.
+    """
+    metrics = isinstance(traced.objective, Metrics)
+    states, statistics = follow_samples(graph, traced, _refuse, statistics=not metrics)
+    if metrics:
+        check_order(loss_node(graph), states.get(loss_node(graph), (None,)))
     for node, mixed in statistics.items():
         node.meta[READ_BY_SAMPLES] = mixed
     for node, found in states.items():

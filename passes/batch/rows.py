@@ -18,13 +18,14 @@ So `x[i]` has rows in the order of `i`, and `x[i][argsort(i)]` has them in batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, TypeAlias
 
 from torch import fx
 
+from autoptd.errors import UnsupportedOp
 from autoptd.passes.batch.batch_dims import SamplePlace, grows, place_in
 from autoptd.passes.graph import source_line, user_op_name
 from autoptd.passes.opcall import OpCall, Size
@@ -154,3 +155,13 @@ def orders_differ(node: fx.Node, orders: set[Order]) -> Across:
         MIXED_INPUTS if any(user_op_name(by) == "randperm" for by in sources) else _RESTORE_ORDER,
         pairs=True,
     )
+
+
+def check_order(node: fx.Node, states: Sequence[State]) -> None:
+    """Raise UnsupportedOp unless a tensor has a row of dim 0 for each sample, in the order of the batch."""
+    if list(states) not in ([FILLED], [Rows(SamplePlace(0))]):
+        raise UnsupportedOp(
+            "a metric is no value of each sample, in the order of the samples",
+            where=source_line(node),
+            fix="return [samples, …], each value computed from its own sample; combine or sort what `predict` returns",
+        )

@@ -40,9 +40,10 @@ from autoptd.passes.graph import (
 )
 from autoptd.passes.losses.averaged_terms import ADDITIONS, OwnTerms, terms_of
 from autoptd.passes.losses.batch_sums import Mixes, Over, States, over_batch, placeholder_state
-from autoptd.passes.losses.loss_form import PARTIAL, loss_form, loss_node
+from autoptd.passes.losses.loss_form import PARTIAL, is_count, loss_form, loss_node
 from autoptd.passes.losses.outer_function import OuterFunction
 from autoptd.passes.losses.shares import Shares
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.opcall import Size
 from autoptd.passes.trace.traced import BATCH, Traced
 
@@ -51,7 +52,7 @@ aten = torch.ops.aten
 
 def check_loss(graph: fx.Graph, traced: Traced) -> None:
     """Raise TraceError if the loss depends on no trainable parameter."""
-    if not info(loss_node(graph)).requires_grad:
+    if not isinstance(traced.objective, Metrics) and not info(loss_node(graph)).requires_grad:
         raise TraceError("no trainable parameter reaches the loss", fix="return a loss that depends on the parameters")
 
 
@@ -76,6 +77,9 @@ class _Rewriter:
             if node in wanted:
                 self._decide(node)
         loss = loss_node(self.graph)
+        if isinstance(self.traced.objective, Metrics):
+            self.output.args = (self._rows(loss), *self.output.args[1:])
+            return
         if self.traced.averaging != "global":
             loss = self._averaged(loss)
         match self.states[loss]:
@@ -119,6 +123,17 @@ class _Rewriter:
         through = Over.MIXED, Over.OUTER
         needed = ancestors([loss], lambda node: self.states.get(node) in through)
         return [error for node, error in self.mixed.items() if node in needed]
+
+    def _rows(self, rows: fx.Node) -> fx.Node:
+        """Return the rows of metrics as one vector. Raises UnsupportedOp unless each is computed from its sample."""
+        read = ancestors([rows])
+        for node in (n for n in self.graph.nodes if n in read):
+            if is_count(node):
+                raise _reads_others(node)
+        if self.states[rows] is not Over.APART or info(rows).shape[0] != BATCH:
+            raise _reads_others(rows)
+        with self.graph.inserting_before(self.output):
+            return self._reshaped(rows, (BATCH * info(rows).shape[1],))
 
     # ---- values that count once ----
 
@@ -228,6 +243,15 @@ _FIX = (
     'per step, fix={"dp": 1, "micro": batch}; or train with loss_averaging="per-microbatch", if you want the mean of '
     "what each microbatch gives"
 )
+
+
+def _reads_others(node: fx.Node) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"a metric is no value of each sample by itself: {user_op_name(node)} combines several samples",
+        where=source_line(node),
+        fix="return a value of each sample, [samples, …], computed from that sample alone; combine the values that "
+        "`predict` returns",
+    )
 
 
 def _refused(node: fx.Node, reason: str) -> UnsupportedOp:

@@ -36,6 +36,7 @@ from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows
 from autoptd.passes.graph import ancestors, descendants, info, infos, is_getitem, operands, updated_values, write_op
 from autoptd.passes.losses.batch_sums import Mixes, Over, over_batch, placeholder_state
 from autoptd.passes.losses.loss_spellings import SPELLINGS
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.opcall import is_random
 from autoptd.passes.trace.traced import BATCH, Traced
 
@@ -44,6 +45,8 @@ aten = torch.ops.aten
 
 def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
     """Mark the nodes at the end of a loss that are computed from all samples of the batch together."""
+    if isinstance(traced.objective, Metrics):
+        return
     sources = _Sources.of(graph, traced)
     known = (n for n in graph.nodes if n.op == "call_function" and n not in sources.of_parameters)
     counts = {n for n in known if not any(counts_samples(t) for t in infos(n))}

@@ -44,6 +44,7 @@ from autoptd.passes.graph import (
     write_op,
 )
 from autoptd.passes.losses.statistics_form import IN_EVALUATION
+from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.rules.factor_notation import divide
@@ -60,7 +61,14 @@ _NAMES = ("input", "weight", "bias", *_RUNNING, "training", "momentum", "eps")
 
 
 def write_batch_norms_as_sums(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite every batch norm that is in training. Raises UnsupportedOp for norms that keep hidden statistics."""
+    """Rewrite every batch norm that is in training. Raises UnsupportedOp for norms that keep hidden statistics.
+
+    In a graph of metrics, norms take their running statistics, and no buffer is updated.
+    """
+    if isinstance(traced.objective, Metrics):
+        output_of(graph).kwargs = {}
+        for node in [n for n in graph.nodes if n.target in _NORMS and n.args[5] and n.args[3] is not None]:
+            _evaluate(graph, node)
     skipping = skipping_masks(graph, of_gradients=False)
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -72,6 +80,21 @@ def write_batch_norms_as_sums(graph: fx.Graph, traced: Traced) -> None:
             raise _refused(node, "nn.BatchNorm1d, 2d or 3d")
         elif op_name(node) == "instance_norm" and isinstance(node.args[3], fx.Node) and node.args[5]:
             raise _refused(node, "track_running_stats=False, or put it in eval mode")
+
+
+def _evaluate(graph: fx.Graph, node: fx.Node) -> None:
+    """Write a norm with its running statistics."""
+    results = {0: node} if node.target is _NORM else {user.args[1]: user for user in node.users}
+    with graph.inserting_before(node):
+        args = (*node.args[:5], False, *node.args[6:8], False)
+        made = write_op(graph, node, _NORM, args, info(results[0]).shape, info(results[0]).dtype)
+    given = {0: made, _MOVED: node.args[3], _MOVED + 1: node.args[4]}
+    for index, result in results.items():
+        if result.users:
+            result.replace_all_uses_with(given[index])  # type: ignore[index, arg-type]
+        graph.erase_node(result)
+    if node not in results.values():
+        graph.erase_node(node)
 
 
 def _replace(node: fx.Node, norm: _Norm) -> None:

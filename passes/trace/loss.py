@@ -15,7 +15,6 @@ The call form follows from the loss's signature and from the targets given:
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import types
@@ -33,6 +32,8 @@ from autoptd.errors import InputsError, nearest
 from autoptd.layout.sample_rows import SampleRows
 from autoptd.nest import Nest, tensors_of
 from autoptd.passes.kept.left_tensors import LeftTensors
+from autoptd.passes.objectives.loss_modules import converted, refuse_blank
+from autoptd.passes.objectives.terms import LossTerms, NamedTerms, terms_of
 from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
 
 TARGET = "targets"  # the name of a single target in a batch
@@ -57,7 +58,8 @@ class Objective:
     `targets`: names of batch entries that are passed to the loss and not to `forward`. `child`: path, inside the model,
     of the module that is the loss or owns it as a method; None if that is no trained module. `outside`: the user's
     model does not contain that module; `joined` added it. `nest`: structures of the arguments of `forward` and the
-    loss; batches and targets hold their tensors by flat name.
+    loss; batches and targets hold their tensors by flat name. `terms`: numbers that the loss returns beside the scalar;
+    `bank`: path of the module that holds them.
     """
 
     loss: Callable[..., Tensor] | None = None
@@ -66,6 +68,8 @@ class Objective:
     child: str | None = None
     outside: bool = False
     nest: Nest = field(default_factory=Nest)
+    terms: tuple[str, ...] = ()
+    bank: str = ""
 
     def value(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of a batch. `model` is the one that `joined` returned. Raises InputsError if no scalar."""
@@ -99,11 +103,22 @@ class Objective:
                 return _scalar(loss(out, targets), loss)
 
     def callable_of(self, model: nn.Module) -> Callable[..., Tensor] | None:
-        """Return the loss, bound to its module in `model` if it has one there."""
-        if self.child is None:
-            return self.loss
-        owner = model.get_submodule(self.child)
-        return types.MethodType(self.loss.__func__, owner) if inspect.ismethod(self.loss) else owner
+        """Return the loss, bound to its module in `model` if it has one there; with terms, it keeps them in theirs."""
+        loss = self.loss
+        if self.child is not None:
+            owner = model.get_submodule(self.child)
+            loss = types.MethodType(loss.__func__, owner) if inspect.ismethod(loss) else owner
+        bank = model.get_submodule(self.bank) if self.terms else None
+        return bank.of(loss) if isinstance(bank, LossTerms) and loss is not None else loss
+
+    def with_terms(self, names: tuple[str, ...], model: nn.Module) -> tuple[Objective, nn.Module]:
+        """Return a model with a module for the terms of the loss as a child. `model` is not changed."""
+        bank = "losses"
+        while hasattr(model, bank):
+            bank += "_"
+        whole = shallow_copy(model)
+        whole._modules = {**model._modules, bank: LossTerms(names)}
+        return replace(self, terms=names, bank=bank), whole
 
     def joined(self, model: nn.Module) -> tuple[Objective, nn.Module]:
         """Return a model with the loss's module as a child, if that module has parameters. `model` is not changed.
@@ -117,7 +132,7 @@ class Objective:
         if held is not None:
             return replace(self, child=held), model
         if not any(True for _ in owner.parameters()):
-            _refuse_blank(owner)
+            refuse_blank(owner)
             return self, model
         child = self.child or "loss"
         while hasattr(model, child):
@@ -133,7 +148,7 @@ class Objective:
     def in_precision(self, dtype: torch.dtype) -> Objective:
         """Return the objective with the constants of a loss module, such as class weights, in `dtype`."""
         if self.child is None and isinstance(self.loss, nn.Module):
-            return replace(self, loss=_converted(self.loss, dtype))
+            return replace(self, loss=converted(self.loss, dtype))
         return self
 
 
@@ -320,6 +335,8 @@ def _scalar(value: Any, loss: Callable[..., Tensor]) -> Tensor:
     if isinstance(value, Tensor) and value.ndim == 0:
         return value
     if not isinstance(value, Tensor):
+        if (terms := terms_of(value)) is not None:
+            raise NamedTerms(tuple(terms))
         several = _several(value, "losses")
         fix = f"return their sum: {several}" if several else "return the scalar tensor to minimise"
     elif getattr(loss, "reduction", None) == "none":
@@ -377,24 +394,3 @@ def _described(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return type(value).__name__
-
-
-# ---- losses that are modules ----
-
-
-def _refuse_blank(loss: nn.Module) -> None:
-    blank = [name for name, x in loss.named_buffers() if x.is_meta]
-    if blank:
-        raise InputsError(
-            f"{', '.join(blank)} of the loss {_name(loss)} is on the meta device, without a value",
-            where="loss",
-            fix="make the loss outside torch.device('meta')",
-        )
-
-
-def _converted(loss: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy with floating-point buffers in `dtype`."""
-    memo: dict[int, Any] = {}
-    for x in loss.buffers():
-        memo[id(x)] = x.detach().to(dtype) if x.is_floating_point() else x.detach()
-    return copy.deepcopy(loss, memo)

@@ -73,7 +73,7 @@ class Gathering:
 
     def _unit(self, states: Iterable[BucketState]) -> GatherUnit:
         unit = GatherUnit(tuple(states))
-        self._unit_of |= dict.fromkeys(unit.states, unit)
+        self._unit_of = dict.fromkeys(unit.states, unit) | self._unit_of  # W passes are those of training
         return unit
 
     def begin_backward(self, chunk: int, kind: str) -> None:

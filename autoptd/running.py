@@ -1,0 +1,74 @@
+"""The state that the parts of `Parallel` share: its plan, its model, and the trainer of a running rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from autoptd.boundary import public_methods
+from autoptd.compile.traced import TracedModel
+from autoptd.layout.layout import Layout
+from autoptd.planned_model import PlannedModel
+from autoptd.plans.model import Plan
+from autoptd.runtime.comm.interfaces import Watcher
+from autoptd.runtime.faults.rank_status import PendingComm
+from autoptd.runtime.lazy_tensor import Stored
+from autoptd.runtime.report import Meter
+from autoptd.runtime.trainer import Trainer
+
+
+@public_methods
+class RunningRank(ABC):
+    """A planned model, and its trainer once this rank runs."""
+
+    plan: Plan
+    _source: TracedModel
+    _planned: PlannedModel
+    _weights: Mapping[str, Stored] | None
+    _seed: int
+    _meter: Meter
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Mesh, microbatches, and the placement of each tensor."""
+
+    @property
+    @abstractmethod
+    def _running(self) -> Trainer: ...
+
+    @property
+    def _watch(self) -> Watcher:
+        return self._running.communicators.watch
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the world."""
+        return self._running.communicators.rank
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this rank's share of the global batch, 0 to `dp_size` - 1."""
+        return self._running.communicators.dp.rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of shares that the global batch is split into."""
+        return self.plan.mesh.dp
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+        return self._meter.step
+
+    @contextmanager
+    def _with_all(self, doing: str) -> Iterator[None]:
+        """Watch a collective outside of training steps, with no time limit."""
+        watch = self._watch
+        watch.status.leave(doing)
+        try:
+            with watch, PendingComm(watch.status, "with", ()):
+                yield
+        finally:
+            watch.status.leave()

@@ -1,0 +1,145 @@
+"""Checkpoints and weights of a running `Parallel`: saving, loading, resuming, and weights for other programs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from autoptd.boundary import public_methods
+from autoptd.running import RunningRank
+from autoptd.runtime.initialise import values_for
+from autoptd.text import printable
+
+if TYPE_CHECKING:
+    from autoptd.checkpoint.session import Session, Stateful
+
+
+@public_methods
+class Saving(RunningRank):
+    """The part of `Parallel` that writes and reads files. Every method is collective."""
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        others: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Write a checkpoint `step-…` into a folder shared by all ranks, and point `latest` to it. Collective.
+
+        It holds parameters, optimizer state, random state, step and plan; `load` reads it under any other plan.
+
+        others: further objects with `state_dict` and `load_state_dict`, by name, such as learning-rate schedulers.
+        keep: number of checkpoints to keep; older ones are removed. None keeps all.
+        wait: return once the checkpoint is durable. False: return once this rank's share is copied, and write during
+        training; a failure is then raised by the next `save` or by `finish_saving`.
+        Raises CheckpointError on every rank.
+        """
+        session = self._session
+        with self._with_all(f"saving step {self.step}"):
+            session.save(Path(directory), self.step, others or {}, keep)
+            if wait:
+                session.wait()
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is durable. Collective. Raises CheckpointError if it cannot be written."""
+        session = self._session
+        with self._with_all("saving"):
+            session.wait()
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        others: Mapping[str, Stateful] | None = None,
+        optimizer: bool = True,
+    ) -> int:
+        """Load a checkpoint written under any plan, and return its step. Collective.
+
+        path: the folder that was given to `save`, whose `latest` is loaded, or one `step-…` folder in it.
+        others: objects to restore, by the names that `save` was given.
+        optimizer: False loads the parameters alone.
+        Files are checked against their digests first. Raises CheckpointError on every rank.
+        """
+        session = self._session
+        with self._with_all("loading"):
+            self._meter.step = session.load(Path(path), others or {}, optimizer=optimizer)
+        return self.step
+
+    def resume(self, directory: str | os.PathLike[str], *, others: Mapping[str, Stateful] | None = None) -> int:
+        """Load the newest complete checkpoint of a folder, if any, and return its step; 0 if there is none. Collective.
+
+        Call it before the training loop, so that the launcher can restart the script at any time. Damaged checkpoints
+        are named in a warning and skipped. Raises CheckpointError on every rank if all of them are damaged, belong to
+        another model, or the ranks do not share a folder that they can write to; `load` needs read access only.
+        """
+        session = self._session
+        with self._with_all("resuming"):
+            step, damaged = session.resume(Path(directory), others or {})
+        if damaged and self.rank == 0:
+            left_out = printable("; ".join(damaged), keep="")
+            warnings.warn(f"skipped {left_out}; resuming from step {step}", stacklevel=2)
+        self._meter.step = step
+        return step
+
+    def export_weights(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model's weights into a new folder of safetensors, in the types in which they are trained.
+
+        `from_pretrained(directory)` loads a model of transformers. Any other takes the tensors of `model.safetensors`,
+        or of the files that `model.safetensors.index.json` names, by `load_state_dict`. Trained tensors of the loss are
+        in `loss.safetensors`. Rank 0 writes, and holds the tensors of one file at a time, at most 5 GB; the others hold
+        one tensor. Collective. Raises CheckpointError on every rank.
+        """
+        from autoptd.checkpoint.huggingface import RunningWeights
+
+        trainer, source, layout = self._running, self._source, self.layout
+        model, aliases = source.model, source.folded.traced.aliases
+        config = getattr(model, "config", None)
+        held = {**layout.parameters, **layout.buffers}
+        sizes, loss = dict[str, int](), dict[str, str]()
+        for name, x in model.state_dict(keep_vars=True).items():
+            spec = held.get(aliases.get(name, name))
+            if source.objective.owns(name):
+                loss[name] = name.removeprefix(f"{source.objective.child}.")
+            elif name not in aliases or not hasattr(config, "to_dict"):  # transformers ties them again
+                dtype = x.dtype if spec is None else spec.dtype or layout.dtype
+                sizes[name] = x.numel() * dtype.itemsize
+
+        def whole(name: str) -> Tensor:
+            own = aliases.get(name, name)
+            return trainer.whole(own) if own in held else values_for(model, [name], self._seed)[name]
+
+        configurations = {}
+        if config is not None and hasattr(config, "to_dict"):
+            configurations["config.json"] = {**config.to_dict(), "dtype": str(layout.dtype).removeprefix("torch.")}
+        generation = getattr(model, "generation_config", None)
+        if generation is not None and hasattr(generation, "to_diff_dict"):
+            configurations["generation_config.json"] = generation.to_diff_dict()
+        with self._with_all("exporting weights"):
+            RunningWeights(trainer.communicators, whole).write(Path(directory), sizes, loss, configurations)
+
+    @cached_property
+    def _session(self) -> Session:
+        from autoptd.checkpoint.session import Session
+
+        model, layout = self._source.model, self.layout
+        names = model.state_dict(keep_vars=True)
+        trained = {name for name, spec in layout.parameters.items() if spec.trainable}
+        untrained = frozenset(n for n in {**layout.parameters, **layout.buffers} if n in names and n not in trained)
+        config = getattr(model, "config", None)
+        manifest = {
+            "model": self.plan.model,
+            "graph_hash": self.plan.graph_hash,
+            "tensors": {n: list(s.shape) for n, s in {**layout.parameters, **layout.buffers}.items() if n in names},
+            "buffers": [name for name in layout.buffers if name in names],
+            "aliases": dict(self._source.folded.traced.aliases),
+            "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
+        }
+        return Session(self._running, self.plan, untrained, manifest)

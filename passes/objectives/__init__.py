@@ -1,0 +1,1 @@
+"""Objectives beside a single scalar loss: metrics of an evaluation, and the named terms of a loss."""

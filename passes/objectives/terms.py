@@ -1,0 +1,76 @@
+"""Named terms of a loss: numbers that a loss function returns beside the one that is minimised.
+
+    loss(outputs, …) ──► {"loss": total, "aux": a, …}
+                            │            └─► buffer losses.aux, as forward would write it
+                            └──────────────► the scalar to minimise
+
+A term is a buffer of a module that joins the model, and the loss writes it. So a term of a step is what one forward
+pass over the whole batch gives, as any buffer that forward updates (`buffer_updates.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.errors import InputsError
+
+LOSS = "loss"  # key of the scalar to minimise
+
+
+class NamedTerms(InputsError):
+    """Signal that a loss returns named terms, whose buffers the traced model does not have yet."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__(
+            f"the loss returns {', '.join(map(repr, names))} beside the loss",
+            where="loss",
+            fix="call it through parallelize, or return the scalar alone",
+        )
+        self.names = names
+
+
+class LossTerms(nn.Module):
+    """The buffers of a loss's terms, 0-dim float64, which are in no state dict."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        for name in names:
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def of(self, loss: Callable[..., Any]) -> Callable[..., Tensor]:
+        """Return a loss that keeps its terms here, and returns the scalar."""
+        return lambda *args, **kwargs: self(loss(*args, **kwargs))
+
+    def forward(self, value: Any) -> Any:
+        """Keep the terms of what a loss returned, and return the scalar; or what it returned, if it has others."""
+        found = terms_of(value)
+        if found is None or tuple(found) != self.names:
+            return value
+        for name, term in found.items():
+            self.get_buffer(name).copy_(term.detach())
+        return value[LOSS]
+
+
+def terms_of(value: Any) -> dict[str, Tensor] | None:
+    """Return the terms beside "loss" that a loss returned; None if it returned no such mapping.
+
+    Raises InputsError for a term that is no number or has no name of a buffer.
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get(LOSS), Tensor) or value[LOSS].ndim:
+        return None
+    terms = {name: x for name, x in value.items() if name != LOSS}
+    for name, x in terms.items():
+        if not isinstance(x, Tensor) or x.ndim or not isinstance(name, str) or not name.isidentifier():
+            kind = f"a tensor of {x.ndim} dims" if isinstance(x, Tensor) else type(x).__name__
+            raise InputsError(
+                f"the loss returned {kind} as {name!r} beside the loss",
+                where=LOSS,
+                fix="return one number of each term, a tensor without dims, under a name like an argument's; values of "
+                "each sample are metrics, of par.evaluate",
+            )
+    return terms
