@@ -93,7 +93,7 @@ class Parallel(Evaluating, Saving):
         self._evaluators: dict[Hashable, tuple[Metrics, Evaluator]] = {}
 
     def __repr__(self) -> str:
-        rank = "" if self._communicators is None else f", rank {self._communicators.rank}, step {self.step}"
+        rank = "" if self._trainer is None else f", rank {self.rank}, step {self.step}"
         return f"<Parallel {brief(self.plan)}{rank}>"
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
