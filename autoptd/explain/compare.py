@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoptd.explain.breakdown import CostTerm, compared, memory_terms, time_terms
-from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, large, money, number
+from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, cost_lines, large, money, number
 from autoptd.explain.plan import MOST_TERMS, SIGNIFICANT, choice_lines, headline
 from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section, signed, words
 from autoptd.plans.data import PlanData
@@ -25,7 +25,7 @@ def compare(
 ) -> str:
     """Return two plans side by side: which is faster, the terms that make it so, all choices and splits that differ."""
     if a == b:
-        return f"{names[0]} and {names[1]} are the same plan: {headline(a)}\n"
+        return "\n".join([f"{names[0]} and {names[1]} are the same plan: {headline(a)}", *cost_lines(costs.of(a)), ""])
     parts: list[RenderableType] = [Text(verdict(a, b, names))]
     time = compared(*time_terms(a, b))
     if made := _makes(a, b, time, names):

@@ -26,7 +26,20 @@ from benchmarks.published.predict import planner_of, staged
 from benchmarks.published.rows import Row, Unsupported
 from benchmarks.published.shapes import shape_of
 
-SOFTWARE = ("attention", "bucket_bytes", "gathers", "gradients", "kernels", "loss", "overlap", "sends")
+SOFTWARE = (
+    "attention",
+    "bucket_bytes",
+    "dispatch",
+    "fp8",
+    "gathers",
+    "gradients",
+    "kernels",
+    "loss",
+    "overlap",
+    "permutation",
+    "routing",
+    "sends",
+)
 ROUNDING = 1e-9  # relative rounding difference between two sums of the same seconds
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -242,7 +255,7 @@ def outside(space: Sequence[Candidate], own: Candidate) -> str:
 
 def differences(c: Candidate, own: Candidate) -> tuple[str, ...]:
     """Return the dimensions of the mesh in which two candidates differ with an effect on the plan."""
-    names = ["dp", "tp", "pp", "cp", "micro", "zero", "shards", "schedule", "virtual"]
+    names = ["dp", "tp", "pp", "cp", "ep", "etp", "micro", "zero", "shards", "schedule", "virtual"]
     if own.dp * own.cp == 1:
         names = [name for name in names if name not in ("zero", "shards")]
     if own.pp == 1 and own.virtual == 1:

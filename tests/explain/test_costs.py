@@ -163,6 +163,7 @@ def test_a_comparison_has_both_costs():
     b = sample_plan(cluster=a.cluster, predicted=a.predicted.model_copy(update={"step_time_s": 0.5}))
     text = compare(a, b, width=80, costs=CostQuestion(tokens=1e9))
     assert "cost per billion tokens" in text and "+977 (+100.0%)" in text and "days of 1B tokens" in text
+    assert compare(a, a, costs=CostQuestion(tokens=1e9)).splitlines()[1:] == cost_lines(a.cost(tokens=1e9))
     data = comparison_data(a, b)["cost"]
     assert data == [a.cost().to_data(), b.cost().to_data()]
     euros = sample_plan(cluster=on(price_per_hour=3.6, currency="EUR").cluster)
