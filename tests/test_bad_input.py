@@ -210,7 +210,8 @@ def test_no_loss():
 
 
 def test_not_a_module_or_nothing_to_train():
-    assert "the model is str" in refusal(InputsError, "gpt2", **EIGHT).what
+    assert "the model is list" in refusal(InputsError, ["gpt2"], **EIGHT).what
+    assert "there is no model 'gpt-two'" in refusal(ModelError, "gpt-two", **EIGHT).what
     assert "no trainable parameter" in refusal(InputsError, Scalar().requires_grad_(False), **EIGHT, inputs=X).what
 
 

@@ -18,6 +18,7 @@ from autoptd.runtime.batch_counts import BatchSums
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.testing.parity import differences
+from autoptd.verification.verdict import verify_plan
 
 X = torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).double()
 Y = torch.tensor([0, 1, 2, -100, 4, 5, -100, -100, 2, 3])  # of 10 samples 7 count, not equally many on each rank
@@ -129,6 +130,14 @@ def test_terms_of_a_part_of_the_batch_are_seen(fault: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(BatchSums, *(("add", first) if fault == "one microbatch" else ("update_buffers", own_sums)))
     assert wrong(trained(made(dp=2, pp=2, micro=1)))
+
+
+def test_verify_compares_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = made(dp=2, tp=2, micro=2).plan
+    given = {"inputs": {"input": X[:2]}, "targets": Y[:2], "loss": named}
+    assert verify_plan(plan, model(), **given).agrees  # type: ignore[arg-type]
+    monkeypatch.setattr(BatchSums, "add", lambda *_: None)
+    assert not verify_plan(plan, model(), **given).agrees  # type: ignore[arg-type]
 
 
 def test_before_the_first_step_there_is_none() -> None:
