@@ -130,11 +130,10 @@ def plan(
             is a prediction only (`Plan.not_runnable`).
         as_: "megatron", "nemo" or "torchtitan": search only plans that this system's arguments can express, as it
             would carry them out; `fix` narrows them further. Most of these plans are predictions.
-        exact: search until no better plan can exist, for small models. Otherwise `plan.notes` bounds the possible gain.
+        exact: search until no better plan can exist; for small models. Else `plan.notes` bounds the possible gain.
         time_limit_s: limit of the search once it has a plan; the result then depends on the machine's speed.
         others: plan the runners-up too (`Plan.others`): other meshes, and other values of each choice.
-        progress: True shows the steps of the work on standard error, or in a notebook; an object with the methods of
-            `progress.Progress` receives them. Default: finished steps go to the log "autoptd", at level INFO.
+        progress: True shows the steps on a terminal or in a notebook; a `Progress` receives them. Default: the log.
 
     Raises InputsError, TraceError, UnsupportedOp, PlanError, ClusterError, or DoesNotFit with the memory that is short.
     """
@@ -192,9 +191,8 @@ def parallelize(
 ) -> Parallel:
     """Plan, or take `plan`, generate the program, and under torchrun set this rank up for training.
 
-    The keywords that are not listed are those of `plan`. Under a launcher only rank 0 searches; the other ranks receive
-    its plan. With `plan=`, the plan's cluster, sizes, precision and optimizer apply and may be left out. Nothing is
-    searched then, so fix, exact and time_limit_s are refused.
+    Other keywords are those of `plan`. Under a launcher only rank 0 searches; the other ranks receive its plan. With
+    `plan=` its cluster, sizes, precision and optimizer apply, and fix, exact and time_limit_s are refused.
 
     Args:
         model: a module or the result of `trace`; or a model name or folder as on the command line, to build on meta.
