@@ -39,6 +39,13 @@ def test_links_are_adapted_outside_of_code():
     text = "[a](../SECURITY.md#files) [b](usage.md)\n```\n[c](../SECURITY.md)\n```\n[d](#here) [e](https://example.org)"
     moved = pages.adapted(text, "docs/safety.md", pages.addresses())
     assert moved == text.replace("../SECURITY.md#", "security.md#")
+    picture = "![x](pictures/report.png)"
+    assert pages.adapted(picture, "docs/report.md", pages.addresses()) == picture
+    assert pages.adapted("![x](../pictures/report.png)", "docs/tutorials/megatron.md", pages.addresses()) == (
+        "![x](../pictures/report.png)"
+    )
+    with pytest.raises(pages.BrokenLinkError, match="none"):
+        pages.adapted("![x](pictures/none.png)", "docs/report.md", pages.addresses())
     with pytest.raises(pages.BrokenLinkError, match=r"docs/safety\.md: \.\./Makefile"):
         pages.adapted("[make](../Makefile)", "docs/safety.md", pages.addresses())
 

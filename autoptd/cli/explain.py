@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoptd.cli.arguments import UsageError
-from autoptd.cli.costs import asks_cost, cost_question
+from autoptd.cli.costs import add_cost_arguments, asks_cost, cost_question
 from autoptd.cli.output import model_of, print_json, progress_of, show, width
 from autoptd.cli.traced import ModelToPlan
 from autoptd.outputs import refuse_unwritable, write_whole
@@ -99,6 +99,15 @@ def _model(arguments: argparse.Namespace, plan: Plan, progress: Progress) -> Mod
         loss_averaging=plan.loss_averaging,
         progress=progress,
     )
+
+
+def add_report_arguments(report: argparse.ArgumentParser, model_help: str) -> None:
+    """Add the options of `report`."""
+    report.add_argument("plan", metavar="PLAN", help="a plan file")
+    report.add_argument("-o", "--out", metavar="FILE", help="default: the plan's name with .html, in this folder")
+    add_cost_arguments(report)
+    report.add_argument("--why", action="store_true", help="what other placements would cost; traces the model")
+    report.add_argument("--model", metavar="MODEL", help=f"for --why: {model_help} (default: the plan's)")
 
 
 def run_report(arguments: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ from autoptd.cli.arguments import (
     seconds,
 )
 from autoptd.cli.costs import add_cost_arguments, cost_question
-from autoptd.cli.explain import run_compare, run_explain, run_report
+from autoptd.cli.explain import add_report_arguments, run_compare, run_explain, run_report
 from autoptd.cli.fault import internal_error, show_traceback
 from autoptd.cli.output import error_data, model_of, print_json, progress_of, show, width
 from autoptd.cli.plan import run_plan
@@ -306,12 +306,9 @@ def _parser() -> _Parser:
         "--model", metavar="MODEL", help=f"for --memory, --op, --ops: {_MODEL_HELP} (default: the plan's)"
     )
     add_cost_arguments(explain)
-    report = command("report", run_report, "write a plan as an HTML page that needs no server")
-    report.add_argument("plan", metavar="PLAN", help="a plan file")
-    report.add_argument("-o", "--out", metavar="FILE", help="default: the plan's name with .html, in this folder")
-    add_cost_arguments(report)
-    report.add_argument("--why", action="store_true", help="what other placements would cost; traces the model")
-    report.add_argument("--model", metavar="MODEL", help=f"for --why: {_MODEL_HELP} (default: the plan's)")
+    add_report_arguments(
+        command("report", run_report, "write a plan as an HTML page that needs no server"), _MODEL_HELP
+    )
     compare = command("compare", run_compare, "show two plans side by side")
     compare.add_argument("a", metavar="A", help="a plan file")
     compare.add_argument("b", metavar="B", help="another plan file")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from docs.generator.reference import api, command_line
 
 ROOT = Path(__file__).parents[2]
-INDEX = "docs/index.md"
+INDEX, PICTURES = "docs/index.md", "docs/pictures"
 REFERENCE = {"reference/api.md": api, "reference/commands.md": command_line}
 
 _LINK = re.compile(r"\]\(([^()\s]*)\)")
@@ -38,6 +39,7 @@ def addresses() -> dict[str, str]:
 
 
 def _address(page: str) -> str:
+    """Return the path in the site of a page or picture."""
     if page.startswith("docs/"):
         return page.removeprefix("docs/")
     return page.removesuffix("/README.md").removesuffix(".md").lower() + ".md"
@@ -51,6 +53,8 @@ def adapted(text: str, page: str, found: dict[str, str]) -> str:
         if not target or "://" in target:
             return match[0]
         path = os.path.normpath(Path(page).parent / target)
+        if path.startswith(f"{PICTURES}/") and (ROOT / path).is_file():
+            return f"]({os.path.relpath(_address(path), Path(found[page]).parent)})"
         if path not in found:
             raise BrokenLinkError(f"{page}: {match[1]} is no page of the site: list it in README.md, or do not link it")
         relative = os.path.relpath(found[path], Path(found[page]).parent)
@@ -75,7 +79,8 @@ def contents() -> str:
 
 
 def collect(folder: Path) -> None:
-    """Write all pages of the site into a folder."""
+    """Write all pages and pictures of the site into a folder."""
+    shutil.copytree(ROOT / PICTURES, folder / _address(PICTURES))
     found = addresses()
     made = {address: generate() for address, generate in REFERENCE.items()}
     for page, address in found.items():
