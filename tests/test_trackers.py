@@ -120,4 +120,4 @@ def test_a_run_logs_its_report_and_its_losses() -> None:
         par.train_step({"input": x})
         tracker.log(par.step, {**par.report().to_data(), **par.losses})
     step, values = kept.said[0]
-    assert step == 1 and {"loss", "size", "grad_norm", "tokens_per_s"} <= values.keys()
+    assert step == 1 and {"loss", "size", "grad_norm", "samples_per_s"} <= values.keys()
