@@ -53,7 +53,6 @@ def drawing(plan: PlanData, limit: int = _EVENTS) -> dict[str, Any] | None:
         "ranks": rows,
         "shares": shares,
         "hidden": hidden if left_out else None,
-        "busy": [round(busy_s / whole_s, 4) if whole_s else 0 for busy_s in timeline.busy_s],
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
+from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED, alive
 from autoptd.cost_models.steady import makespan_s
 from autoptd.explain.costs import AS_STATED, CostQuestion, cost_lines
 from autoptd.explain.plan import fullest_rank, headline, method, part_name, prediction, steps
@@ -237,11 +237,12 @@ def limits(plan: PlanData) -> Iterator[str]:
         f"{CONFIDENCE:.0%} confidence; activations, which grow with the samples of a microbatch "
         f"({plan.micro}), are {kept / GIB:.1f} GiB of it"
     )
-    grows = plan.schedule.kind == "gpipe" or plan.schedule.microbatches < plan.mesh.pp * plan.schedule.virtual
+    kind, pp, count, virtual = plan.schedule.kind, plan.mesh.pp, plan.schedule.microbatches, plan.schedule.virtual
+    held = [[alive(rank, pp, m, kind, virtual) for rank in range(pp)] for m in (count, 2 * count)]
     yield (
         f"the batch of {plan.batch:,} is {plan.schedule.microbatches:,} microbatches of {plan.micro} on each of "
         f"{plan.mesh.dp:,} data-parallel {'ranks' if plan.mesh.dp > 1 else 'rank'}: a larger batch makes more of them, "
-        + ("and keeps more of them in memory" if grows else "and needs no more memory")
+        + ("and needs no more memory" if held[0] == held[1] else "and keeps more of them in memory")
     )
     if plan.mesh.pp > 1:
         bubble = parts.get("pipeline_bubble", 0.0) / whole if whole else 0.0

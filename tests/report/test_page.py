@@ -18,12 +18,14 @@ from autoptd.cost_models.memory import MOST_MEASURED
 from autoptd.explain.tables import GIB, seconds, signed
 from autoptd.explain.timeline import simulate_plan
 from autoptd.models.load import load_model
+from autoptd.plans.data import Schedule
 from autoptd.plans.model import Plan
 from autoptd.report.accuracy import MEMORY, STEP_TIME
 from autoptd.report.drawing import KINDS, UNITS, drawing
-from autoptd.report.facts import axes, facts, layers, ranks_of
+from autoptd.report.facts import axes, facts, layers, limits, ranks_of
 from autoptd.report.page import comparison_page
 from autoptd.text import ranges
+from tests.sample_plan import sample_plan
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -330,3 +332,15 @@ def test_it_says_what_other_placements_would_cost(tmp_path: Path, capsys: pytest
     assert (tmp_path / "again.html").read_text("utf-8") == page.read_text("utf-8")
     assert main(["report", str(plan), "-o", str(tmp_path / "short.html")]) == 0
     assert "--why" in Page((tmp_path / "short.html").read_text("utf-8")).text
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches", "virtual", "more"),
+    [("1f1b", 4, 1, False), ("1f1b", 1, 1, True), ("gpipe", 4, 1, True), ("interleaved", 6, 4, False)],
+)
+def test_it_says_whether_a_larger_batch_takes_memory(kind: str, microbatches: int, virtual: int, more: bool):
+    schedule = Schedule(kind=kind, microbatches=microbatches, virtual=virtual)  # type: ignore[arg-type]
+    plan = sample_plan().model_copy(update={"schedule": schedule})
+    said = " ".join(limits(plan))
+    assert ("and keeps more of them in memory" in said) == more
+    assert ("and needs no more memory" in said) == (not more)
