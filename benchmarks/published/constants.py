@@ -38,13 +38,17 @@ CONSTANTS = (
     Constant("matmul rate, H100", "matmul", "H100", "all runs on H100 of 700 W", 0.72, 1),
     Constant("matmul rate, H100 of 500 W", "matmul", "H100-SXM5-96GB", "torchtitan", 0.51, 1),
     Constant("matmul rate, Blackwell", "matmul", "GB200", "dgxc_llmb on GB200", 0.66, 1),
+    Constant("matmul rate, L4", "matmul", "L4", "Mist's runs at 1,050 of 2,040 MHz", 0.46, 1),
     Constant("fp8 rate, H100", "fp8", "H100", "assumed, before runs in fp8 were compared", 0.57, 1),
     Constant("fp8 rate, Blackwell", "fp8", "GB", "mixtures in fp8 on GB200 and GB300", 0.57, 1),
     Constant("memory rate, A100", "memory", "A100", "all runs on A100", 0.9, 1),
     Constant("memory rate, H100", "memory", "H100", "all runs on H100", 0.9, 1),
+    Constant("memory rate, L4", "memory", "L4", "Mist's runs", 0.9, 1),
     Constant("memory rate of softmax and norms", "rows", "", "all runs", 0.6, 1),
     Constant("the same, A100 of 40 GB", "rows", "A100-SXM4-40GB", "vtrain_single", 0.6, 1),
+    Constant("the same, L4", "rows", "L4", "Mist's runs", 0.6, 1),
     Constant("FlashAttention-2, H100", "flash", "H100", "nanotron, torchtitan, fms_fsdp", 0.38, 1),
+    Constant("FlashAttention-2, L4", "flash", "L4", "Mist's runs", 0.38, 1),
     Constant("FlashAttention-1, A100", "triton", "A100", "mpt_llm_foundry", 0.4, 1),
     Constant("FlashAttention-1, H100", "triton", "H100", "mpt_llm_foundry", 0.25, 1),
     Constant("cuDNN attention, H100", "cudnn", "H100", "dgxc_llmb, megatron_release_golden", 0.6, 1),
@@ -53,6 +57,7 @@ CONSTANTS = (
     Constant("host time of a launch, s", "dispatch", "", "vtrain_single", 20e-6),
     Constant("the same, one host with an H200, s", "dispatch", "H200", "no run: measured, docs/gpu.md", 20e-6),
     Constant("multiprocessors taken by collectives", "collective", "", "mpt_llm_foundry, torchtitan", 24),
+    Constant("the same, L4, without NVLink", "collective", "L4", "no run: assumed", 16),
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.published.engines import deepspeed_bucket_bytes
@@ -22,6 +24,9 @@ _LIGHT = {"layernorm", "mla_up_proj", "moe_act", "rmsnorm", "mla_up_projection",
 _RECOMPUTE = ("none", "selective", "full")
 # Systems whose elementwise kernels are fused as a compiler fuses them, and whose products add to gradients in float32
 _OWN_KERNELS = ("MegaScale-MoE", "HAI-LLM")
+# With the fused kernels of Apex and FlashAttention, and Megatron's cross entropy: mist/modules/fused_softmax.py,
+# fused_layer_norm.py and losses.py at d69e530
+_FUSED_BY_HAND = "Mist"
 
 
 def fix_of(row: Row, shape: Shape) -> Fix:
@@ -61,9 +66,9 @@ def fix_of(row: Row, shape: Shape) -> Fix:
         elements = max(_MEGATRON_BUCKET, _MEGATRON_BUCKET_RANK * row.dp * row.cp)
         width = 2 if fix["gradients"] == "compute" else 4
         fix["bucket_bytes"] = width * elements if "dp" in fix["overlap"] else _ALL_AT_ONCE
-    if row.is_megatron or row.torch_compile or any(name in row.framework for name in ("Composer", "nanotron")):
+    if row.is_megatron or row.torch_compile or any(name in row.framework for name in ("Composer", "nanotron", "Mist")):
         # Megatron's vocab_parallel_cross_entropy, and nanotron's (tensor_parallel/functional.py); compiled loss and
-        # backward; MPT's fused_crossentropy (from memory)
+        # backward; MPT's fused_crossentropy (from memory); Mist's losses.py
         fix["loss"] = "in_place"
     else:
         fix["loss"] = "kept"
@@ -72,6 +77,8 @@ def fix_of(row: Row, shape: Shape) -> Fix:
     if row.ep > 1:
         fix["dispatch"] = _dispatch(row)
         fix["routing"] = _routing(row)
+    if row.offload_ratios_per_stage:
+        fix["offload"] = _offload(row)
     if "ulysses" in row.cp_kind.lower():
         fix["context"] = "ulysses"
     if shape.experts and (how := _permutation(row)):
@@ -110,7 +117,17 @@ def _zero(row: Row) -> int:
     return _ZERO[word]
 
 
+def _offload(row: Row) -> list[float]:
+    """Return the share of the optimizer state in host memory, by stage. Raises Unsupported if other state is there."""
+    for shares in row.offload_ratios_per_stage:
+        if others := [name for name, share in shares.items() if share and name != "optimizer"]:
+            raise Unsupported(f"{', '.join(others)} in host memory")
+    return [shares["optimizer"] for shares in row.offload_ratios_per_stage]
+
+
 def _recompute(row: Row) -> str:
+    if row.full_recompute_layers_per_stage:  # `recomputing` of benchmarks/published/predict.py recomputes them
+        return "none"
     if row.recompute == "unknown":
         return "none"
     if row.recompute not in _RECOMPUTE:
@@ -223,7 +240,7 @@ def _kernels(row: Row) -> str:
     """Return the kernels of elementwise ops: compiled, fused by hand (Megatron) or eager."""
     if row.torch_compile or _has_own_kernels(row):
         return "compiled"
-    return "fused" if row.is_megatron else "eager"
+    return "fused" if row.is_megatron or _FUSED_BY_HAND in row.framework else "eager"
 
 
 def _has_own_kernels(row: Row) -> bool:
@@ -272,6 +289,8 @@ def _cuts(row: Row, shape: Shape) -> list[str]:
         return nanotron_cuts(shape, row.pp)
     if row.pp_layout:
         return layout_cuts(row.pp_layout, shape, chunks)
+    if row.layers_per_stage:
+        return counted_cuts(row.layers_per_stage, shape, chunks)
     alike = shape.experts is None or len(set(shape.experts.layers)) == 1
     whole = shape.layers % chunks == 0 or (shape.layers + 2) % chunks == 0  # embedding and loss count as a layer each
     return [] if (whole and alike and not shape.ahead) or not row.is_megatron else uneven_cuts(shape, chunks)
@@ -319,6 +338,13 @@ def layout_cuts(layout: str, shape: Shape, chunks: int) -> list[str]:
     if len(counts) != chunks or sum(counts) != shape.layers:
         raise Unsupported(f"layout {layout} has {sum(counts)} layers in {len(counts)} chunks")
     return [_first(part, sum(counts[:i])) for i, part in enumerate(text.split("|")) if i]
+
+
+def counted_cuts(layers: Sequence[int], shape: Shape, chunks: int) -> list[str]:
+    """Return the first block of each chunk but the first, if each has so many layers."""
+    if len(layers) != chunks or sum(layers) != shape.layers:
+        raise Unsupported(f"{sum(layers)} layers in {len(layers)} stages, not {shape.layers} in {chunks}")
+    return [f"blocks.{first}" for first in itertools.accumulate(layers[:-1])]
 
 
 def _first(part: str, block: int) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.memory import MOST_MEASURED, Memory
+from autoptd.cost_models.memory import MOST_MEASURED, Memory, alive
 from autoptd.errors import AutoptdError
-from autoptd.plans.model import Plan
 from autoptd.progress import Silent
 from autoptd.search.constraints.assumed import by_keyword
 from autoptd.search.constraints.options import Constraints, read_constraints
-from autoptd.search.pipeline.evaluate import Staged
+from autoptd.search.pipeline.block_cost import NONE, BlockCosts
+from autoptd.search.pipeline.evaluate import Staged, StageSolution, simulated, timed
+from autoptd.search.pipeline.recompute_options import bytes_of
+from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.planner import Planner, Task
 from benchmarks.published.clusters import cluster_of
 from benchmarks.published.engines import beside
@@ -80,22 +83,26 @@ def predict(row: Row) -> Prediction:
 
 
 def _found(row: Row, shape: Shape, cluster: Cluster) -> Prediction:
-    found = _read(_planned(row, shape, cluster), row, cluster)
+    if row.full_recompute_layers_per_stage:
+        plan, _ = staged(row)
+        return _read(plan.seconds, plan.memory, row, cluster)
+    found = _read(*_planned(row, shape, cluster), row, cluster)
     if "natural" in row.moe_routing and row.measured_bytes is not None:
         # the rank that logs its memory is one of many, not the fullest
         average = row.model_copy(update={"moe_routing": "forced balanced"})
-        found = replace(_read(_planned(average, shape, cluster), row, cluster), step_time_s=found.step_time_s)
+        found = replace(_read(*_planned(average, shape, cluster), row, cluster), step_time_s=found.step_time_s)
     return found
 
 
-def _planned(row: Row, shape: Shape, cluster: Cluster) -> Plan:
+def _planned(row: Row, shape: Shape, cluster: Cluster) -> tuple[float, Sequence[Memory]]:
+    """Return the predicted seconds of a step, and the memory of each pipeline rank. Raises Unsupported."""
     row.need("precision", "n_gpus", "global_batch_size_seqs", "seq_len_tokens")
     assert row.n_gpus and row.precision and row.seq_len_tokens
     if row.precision not in _PRECISION:
         raise Unsupported(f"unknown precision {row.precision!r}")
     precision, (fix, assume) = _PRECISION[row.precision], by_keyword(fix_of(row, shape))
     try:
-        return autoptd.plan(
+        predicted = autoptd.plan(
             traced(shape, row.seq_len_tokens, precision),
             world=row.n_gpus,
             cluster=cluster,
@@ -105,9 +112,10 @@ def _planned(row: Row, shape: Shape, cluster: Cluster) -> Plan:
             optimizer="adamw",
             fix=fix,
             assume=assume,
-        )
+        ).predicted
     except AutoptdError as error:
         raise Unsupported(f"autoptd refuses: {error.what}") from error
+    return predicted.step_time_s, [Memory(**memory) for memory in predicted.memory]
 
 
 @lru_cache(maxsize=2)  # runs are sorted by shape; a trace of a large model takes some 100 MB
@@ -146,18 +154,37 @@ def staged(row: Row) -> tuple[Staged, Cluster]:
     fix, assume = by_keyword(fix_of(row, shape_of(row)))
     planner = planner_of(row, read_constraints(fix, assume=assume), cluster)
     try:
-        return planner.predict(planner.candidates()[0]), cluster
+        plan = planner.predict(planner.candidates()[0])
     except AutoptdError as error:
         raise Unsupported(f"autoptd refuses: {error.what}") from error
+    counts = row.full_recompute_layers_per_stage
+    return (recomputing(plan, counts, cluster) if counts else plan), cluster
 
 
-def _read(plan: Plan, row: Row, cluster: Cluster) -> Prediction:
-    tensors = (Memory(**memory) for memory in plan.predicted.memory)
+def recomputing(plan: Staged, counts: Sequence[int], cluster: Cluster) -> Staged:
+    """Return a plan of one chunk per rank in which the first `counts[k]` layers of stage k are recomputed in full."""
+    cuts, c = plan.solution.boundaries, plan.candidate
+    if len(counts) != len(cuts):
+        raise Unsupported(f"recomputed layers of {len(counts)} stages, not {len(cuts)}")
+    policies, memory = list[dict[int, str]](), list[Memory]()
+    for rank, (run, count) in enumerate(zip(cuts, counts, strict=True)):
+        chunks = plan.chunks.on(rank)
+        blocks = BlockCosts(chunks)
+        cost, layers = StageCost(chunks, blocks, cluster.device), list(blocks.within(*run))
+        again = [block for block in layers if chunks.folded.segments[block[0]].name.startswith("blocks.")][:count]
+        chosen = [blocks.option(block, "full" if block in again else NONE) for block in layers]
+        kept, extra = bytes_of([chosen], alive(rank, c.pp, c.microbatches, c.schedule, c.virtual))
+        policies.append({segment: "full" for block in again for segment in block})
+        memory.append(cost.memory(chunks.state([run], cuts), plan.chunks.update_bytes([run]), kept, extra))
+    return simulated(timed(plan.chunks, StageSolution(cuts, tuple(policies)), tuple(memory)))
+
+
+def _read(step_time_s: float, tensors: Sequence[Memory], row: Row, cluster: Cluster) -> Prediction:
     ranks = [found + beside(row, found.parameters) for found in tensors]
     memory_bytes, needed = cluster.device.memory_bytes, max(m.needed for m in ranks)
     covered = [ranks[i] for i in _stages(row.peak_memory_kind, len(ranks))]
     return Prediction(
-        step_time_s=plan.predicted.step_time_s,
+        step_time_s=step_time_s,
         analytic_bytes=max(m.state + m.activations for m in covered),
         allocated_bytes=max(m.allocated for m in covered),
         reserved_bytes=max(min(m.reserved, memory_bytes) for m in covered),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from autoptd.errors import AutoptdError
 
@@ -55,7 +55,7 @@ class Row(BaseModel):
     seq_len_tokens: int | None = None
     n_params_billion: float | None = None
     precision: str | None = None
-    attention_impl: str = ""
+    attention_impl: str = Field("", validation_alias=AliasChoices("attention_impl", "attention_kernel"))
     framework: str = ""
     torch_compile: bool | None = None
     gated_mlp: bool | None = None
@@ -107,6 +107,9 @@ class Row(BaseModel):
     fsdp_shard_size: int | None = None
     recompute: str = "none"
     recompute_detail: str = ""
+    layers_per_stage: tuple[int, ...] = ()
+    full_recompute_layers_per_stage: tuple[int, ...] = ()
+    offload_ratios_per_stage: tuple[dict[str, float], ...] = ()  # share in host memory: of weights, grads, …
     sequence_parallel: bool = False
     dp_comm_overlap: bool | None = None
     tp_comm_overlap: bool | None = None

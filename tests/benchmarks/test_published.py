@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +17,7 @@ from benchmarks.published.clusters import cluster_of, network
 from benchmarks.published.compare import Fitting, PlanSet, compare, is_mixture
 from benchmarks.published.engines import beside
 from benchmarks.published.fix import chunk_counts, fix_of, layout_cuts, nanotron_cuts, uneven_cuts
-from benchmarks.published.predict import Prediction, _read, predict
+from benchmarks.published.predict import Prediction, _read, predict, staged
 from benchmarks.published.report import WIDTH, data, plan_text, summary, text
 from benchmarks.published.rows import BadRuns, Row, Unsupported, read_rows, unit_bytes
 from benchmarks.published.run import run
@@ -211,6 +210,35 @@ def test_memory_is_compared_by_its_kind() -> None:
     assert unit_bytes("GiB") == unit_bytes("GB (nvidia-smi)") == unit_bytes("GB (as labelled; logs MiB/1024)") == 2**30
 
 
+def test_layers_and_shares_of_each_stage_are_those_of_the_row() -> None:
+    pipeline = {"dp": 2, "tp": 1, "pp": 4, "n_layers": 8, "sharding": "zero1", "precision": "fp16", "framework": "Mist"}
+    shares = [{"optimizer": share, "activations": 0.0} for share in (0.0, 0.5, 0.25, 0.0)]
+    row = tiny(**pipeline, layers_per_stage=(1, 3, 2, 2), offload_ratios_per_stage=shares)
+    fix = fix_of(row, shape_of(row))
+    assert (fix["cuts"], fix["offload"]) == (["blocks.1", "blocks.4", "blocks.6"], [0.0, 0.5, 0.25, 0.0])
+    plain, cluster = staged(row)
+    assert plain.offload == (0.0, 0.5, 0.25, 0.0) and not any(plain.solution.policies)
+    some, _ = staged(row.model_copy(update={"full_recompute_layers_per_stage": (1, 2, 0, 0)}))
+    assert [len(policies) for policies in some.solution.policies] == [2, 4, 0, 0], "two segments a block"
+    assert {policy for stage in some.solution.policies for policy in stage.values()} == {"full"}
+    kept, before = ([memory.activations for memory in p.memory] for p in (some, plain))
+    assert [now < then for now, then in zip(kept, before, strict=True)] == [True, True, False, False]
+    assert [m.optimizer for m in some.memory] == [m.optimizer for m in plain.memory] and some.seconds > plain.seconds
+    every, _ = staged(row.model_copy(update={"full_recompute_layers_per_stage": (1, 3, 2, 2)}))
+    whole, _ = staged(row.model_copy(update={"recompute": "full"}))
+    assert (every.seconds, every.memory, every.solution) == (whole.seconds, whole.memory, whole.solution)
+    read = predict(row.model_copy(update={"full_recompute_layers_per_stage": (1, 2, 0, 0)}))
+    assert read.step_time_s == some.seconds and read.surely
+    for update in (
+        {"layers_per_stage": (1, 3, 2)},
+        {"layers_per_stage": (1, 3, 2, 1)},
+        {"offload_ratios_per_stage": [{**share, "activations": 0.5} for share in shares]},
+        {"full_recompute_layers_per_stage": (1, 2, 0)},
+    ):
+        with pytest.raises(Unsupported):
+            staged(row.model_copy(update=update))
+
+
 def test_memory_is_that_of_the_stages_it_is_about() -> None:
     cluster = autoptd.Cluster.load("dgx-a100-80gb")
     context = cluster.device.context_bytes
@@ -220,10 +248,9 @@ def test_memory_is_that_of_the_stages_it_is_about() -> None:
         {"parameters": big, "context": context},
         {"parameters": 2 * small, "context": context},
     ]
-    plan = SimpleNamespace(predicted=SimpleNamespace(step_time_s=1.0, memory=stages))
 
     def read(kind: str) -> Prediction:
-        return _read(plan, tiny(peak_memory_kind=kind), cluster)  # type: ignore[arg-type]
+        return _read(1.0, [Memory(**stage) for stage in stages], tiny(peak_memory_kind=kind), cluster)
 
     assert read("torch peak allocated").allocated_bytes == big
     assert read("nvidia-smi on first/last pipeline nodes").total_bytes == 2 * small + context

@@ -81,6 +81,16 @@ def in_flight(alive: Alive) -> tuple[tuple[float, ...], ...]:
     return tuple(row[:1] for row in rows) if all(len(set(row)) == 1 for row in rows) else rows
 
 
+def least_in_flight(group: Sequence[tuple[tuple[float, ...], ...]]) -> list[tuple[float, ...]]:
+    """Return an `alive` that no rank of a group is below.
+
+    Ranks may have different numbers of peaks: all of a rank hold, so its last one stands for those that it lacks. One
+    number for all chunks stands for each of them."""
+    chunks, count = max(len(row) for rank in group for row in rank), max(map(len, group))
+    wide = [[row * (chunks // len(row)) for row in rank] for rank in group]
+    return [tuple(map(min, zip(*(rank[min(i, len(rank) - 1)] for rank in wide), strict=True))) for i in range(count)]
+
+
 class LeastBound(NamedTuple):
     """A lower bound of all cuts, infinite if none fits, and whether memory raises it, or that of its stages.
 
@@ -112,9 +122,7 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
     work: list[tuple[list[int], dict[int, float]]] = []  # stages, and the seconds that variables add to them
     for group in _groups(pipeline.pools):
         budget_bytes = pipeline.budgets[group[0]]
-        peaks = [
-            tuple(map(min, zip(*rows, strict=True))) for rows in zip(*(pipeline.alive[k] for k in group), strict=True)
-        ]
+        peaks = least_in_flight([pipeline.alive[k] for k in group])
         busy, partial = dict[int, float](), list[int]()
         held: list[dict[int, float]] = [{} for _ in peaks]
         for chunk in range(len(peaks[0])):

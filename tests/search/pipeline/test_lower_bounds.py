@@ -422,6 +422,21 @@ def test_the_relaxation_is_not_above_any_cut() -> None:
     assert _too_high_relaxed() == []
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_relaxation_of_grouped_ranks_is_not_above_any_cut(monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
+    """Ranks of one group may differ in their peaks, and in whether their chunks have the same numbers in flight."""
+    monkeypatch.setattr(relax, "_GROUPS", groups)
+    differ = [s.pipeline.alive for s in map(random_shared, range(200)) if s.pipeline.schedule == "zero-bubble-v"]
+    assert any(len({(len(rank), len(rank[0])) for rank in alive}) > 1 for alive in differ)
+    assert _too_high_relaxed() == []
+
+
+def test_a_group_of_ranks_holds_no_more_than_any_of_them() -> None:
+    rows = ((3.0, 1.0), (4.0, 0.0))
+    assert relax.least_in_flight([rows, ((2.0,),)]) == [(2.0, 1.0), (2.0, 0.0)]
+    assert relax.least_in_flight([((2.0,),), ((5.0,),)]) == [(2.0,)]
+
+
 def test_the_relaxation_sees_memory() -> None:
     """Two stages of two blocks, which save 10 for each of 2 and 1 microbatches: 40 + 20 in all."""
     part = BlockOptions(1.0, 2.0, 0.0, 0.0, 0.0, ((0.0, 0.0, 10.0), (0.0, 1.0, 0.0)))
