@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from autoptd.boundary import public_methods
 from autoptd.running import RunningRank
 from autoptd.runtime.initialise import values_for
+from autoptd.stopping import SIGNALS, StopRequest
 from autoptd.text import printable
 
 if TYPE_CHECKING:
@@ -88,6 +90,22 @@ class Saving(RunningRank):
             warnings.warn(f"skipped {left_out}; resuming from step {step}", stacklevel=2)
         self._meter.step = step
         return step
+
+    def stop_request(self, after_s: float | None = None, *, signals: Iterable[str] = SIGNALS) -> StopRequest:
+        """Handle signals from now on, and return a request on which all ranks agree: save and leave once it is `asked`.
+
+        after_s: seconds from now after which it is asked, such as those of the scheduler's limit less those of a save.
+        signals: names of those that ask; a second one of the same name does what it did before.
+        Raises RuntimeFault for an unknown signal, or outside the main thread.
+        """
+
+        def agree(number: int) -> int:
+            communicators = self._running.communicators
+            with self._with_all("asking whether to stop"):
+                most = torch.tensor([float(number)], device=communicators.device)
+                return int(communicators.world.all_reduce(most, "max"))
+
+        return StopRequest(agree, signals, after_s)
 
     def export_weights(self, directory: str | os.PathLike[str]) -> None:
         """Write the model's weights into a new folder of safetensors, in the types in which they are trained.

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train.py checkpoints
 
 The model contains no code for devices: `parallelize` gives each process its part of it. With a folder, the script saves
-checkpoints there, and resumes from the newest one when torchrun or the user restarts it.
+checkpoints there, also when it is asked to end, and resumes from the newest one when torchrun or the user restarts it,
+on as many processes as there are then.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main(folder: str = "") -> None:
     world = int(os.environ["WORLD_SIZE"])
     parallel = autoptd.parallelize(model, world=world, cluster="local", batch=BATCH, seq=64, precision="fp32")
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(parallel.optimizer, STEPS)
+    stop = parallel.stop_request()
     if folder:
         parallel.resume(folder, others={"rates": rates})
     tokens = torch.randint(0, 64, (BATCH * STEPS, 65), generator=torch.Generator().manual_seed(0))
@@ -36,8 +38,11 @@ def main(folder: str = "") -> None:
     for mine in DataLoader(tokens, batch_sampler=sampler) if parallel.step < STEPS else ():  # this rank's share
         parallel.train_step({"idx": mine[:, :-1], "targets": mine[:, 1:]})
         rates.step()
-        if folder and parallel.step % SAVE_EVERY == 0:
-            parallel.save(folder, others={"rates": rates}, keep=3, wait=False)
+        asked = stop.asked()
+        if folder and (asked or parallel.step % SAVE_EVERY == 0):
+            parallel.save(folder, others={"rates": rates}, keep=3, wait=asked)
+        if asked:
+            sys.exit(stop.exit_code)
         if os.environ["RANK"] == "0":
             print(parallel.report())
     parallel.finish_saving()

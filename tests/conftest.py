@@ -133,6 +133,7 @@ SAMPLED = {
     "profile/test_profile.py::test_two_processes_measure_and_the_file_plans": 0,
     "runtime/faults/test_watchdog.py::test_one_fault_of_each_kind_is_met": 0,
     "runtime/optimizers/test_whole_tensors.py::test_parity": 7,
+    "runtime/test_stopping.py::test_nodes_that_come_and_go_lose_nothing_beyond_the_last_save": 0,
     "search/constraints/test_options.py::test_a_pin_leaves_the_best_of_the_plans_that_obey_it": 4,
     "search/pipeline/test_lower_bounds.py::test_planted_bugs_are_caught": 0,
     "search/pipeline/test_partition.py::test_planted_bugs_are_caught": 0,

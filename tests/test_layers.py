@@ -36,6 +36,7 @@ compile checkpoint
 trace_cache
 explain out_of_memory planned_model
 running trackers
+stopping
 evaluating saving
 parallel
 arguments

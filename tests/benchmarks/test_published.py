@@ -216,7 +216,7 @@ def test_layers_and_shares_of_each_stage_are_those_of_the_row() -> None:
     row = tiny(**pipeline, layers_per_stage=(1, 3, 2, 2), offload_ratios_per_stage=shares)
     fix = fix_of(row, shape_of(row))
     assert (fix["cuts"], fix["offload"]) == (["blocks.1", "blocks.4", "blocks.6"], [0.0, 0.5, 0.25, 0.0])
-    plain, cluster = staged(row)
+    plain, _ = staged(row)
     assert plain.offload == (0.0, 0.5, 0.25, 0.0) and not any(plain.solution.policies)
     some, _ = staged(row.model_copy(update={"full_recompute_layers_per_stage": (1, 2, 0, 0)}))
     assert [len(policies) for policies in some.solution.policies] == [2, 4, 0, 0], "two segments a block"
