@@ -1,15 +1,18 @@
 """The set-up of 16,384 ranks, simulated in one process: who makes which groups, and in which order.
 
-The real one is `benchmarks/startup.py`.
+`benchmarks/startup.py` times real ones.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,23 +33,11 @@ from autoptd.runtime.comm.members import group_name
 from autoptd.runtime.comm.processes import connect_processes
 from autoptd.runtime.trainer import Trainer
 from autoptd.runtime.zero.materialise import tied_groups
+from benchmarks.startup import KINDS, SIMULATED
 from tests.runtime import tiny_model as tiny
 
-CPU = torch.device("cpu")
-WORLD, MOST = 16_384, 20
-MESHES = {
-    "data": Mesh(dp=WORLD),
-    "tensors": Mesh(dp=2048, tp=8),
-    "pipeline": Mesh(dp=128, tp=8, pp=16),
-    "odd-pipeline": Mesh(dp=64, tp=16, pp=16, virtual=3),
-    "interleaved": Mesh(dp=256, tp=4, pp=16, virtual=4),
-    "two-stages": Mesh(dp=1024, tp=8, pp=2, virtual=2),
-    "v": Mesh(dp=128, tp=8, pp=16, virtual=2, stage_order="v"),
-    "context": Mesh(dp=16, tp=8, pp=16, cp=8),
-    "experts": Mesh(dp=256, tp=4, pp=16, ep=64),
-    "all": Mesh(dp=32, tp=4, pp=16, cp=8, ep=8, virtual=2, stage_order="v"),
-    "shared-experts": Mesh(dp=32, tp=4, pp=16, cp=8, ep=64, etp=1, virtual=2),
-}
+CPU, ROOT = torch.device("cpu"), Path(__file__).parents[3]
+MOST = 20  # groups of a rank, with that of checkpoints
 
 
 # ---- one rank ----
@@ -151,11 +142,11 @@ def waits(ranks: Sequence[Recorder]) -> list[str]:
     return stuck or ([f"{longest} groups one after the other"] if longest > MOST + 4 else [])
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_groups_of_all_ranks_fit_together(kind: str) -> None:
-    mesh = MESHES[kind]
-    assert mesh.world == WORLD
-    assert not complaints([set_up(mesh, rank) for rank in range(WORLD)])
+    mesh = KINDS[kind]
+    assert mesh.world == SIMULATED
+    assert not complaints([set_up(mesh, rank) for rank in range(SIMULATED)])
 
 
 # ---- in torch ----
@@ -168,7 +159,7 @@ def joined() -> Iterator[Callable[[int], None]]:
     def join(rank: int) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=SIMULATED)
 
     yield join
     dist.destroy_process_group()
@@ -201,8 +192,8 @@ def test_torch_makes_no_other_groups(
     kind: str, joined: Callable[[int], None], made: list[tuple[str, list[int]]]
 ) -> None:
     """The ranks of a real set-up make what the simulated ones do, but for the group of a stage: no whole tensors."""
-    mesh = MESHES[kind]
-    for rank in (0, 4321, WORLD - 1):
+    mesh = KINDS[kind]
+    for rank in (0, 4321, SIMULATED - 1):
         joined(rank)
         members._made.clear()
         made.clear()
@@ -248,6 +239,17 @@ def test_a_world_with_a_device_splits_no_communicator(joined: Callable[[int], No
         patch.setattr(distributed_c10d, "_new_process_group_helper", new)
         members.group_of_members("some", range(4, 8))
     assert seen == [None] and world.bound_device_id == torch.device("cuda", 0)
+
+
+# ---- processes ----
+
+
+@pytest.mark.ranks
+def test_processes_connect_and_exchange() -> None:
+    command = [sys.executable, "-m", "benchmarks.startup", "--worlds", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "8 processes" in done.stdout and done.stdout.count("at most") == 1 + len(KINDS)
 
 
 # ---- faults ----
