@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 from autoptd.schedule.stage_map import Shape, StageMap
 
 AxisName: TypeAlias = Literal["pp", "dp", "cp", "tp", "data", "ep", "edp"]
-AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first: the order of a DeviceMesh's dims
+AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ one group with this rank: of the groups that are not complete, all members of th
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 _made: Counter[str] = Counter()
 
 
@@ -29,18 +31,20 @@ def group_name(purpose: str, ranks: Sequence[int], made: Counter[str]) -> str:
     return f"{name}, {made[name]}"
 
 
-def group_of_members(purpose: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+def group_of_members(
+    purpose: str, ranks: Sequence[int], backend: str | None = None, *, lazy: bool = False
+) -> dist.ProcessGroup:
     """Make the process group of these global ranks, of which this one is one. A collective of its members alone.
 
     All members give equal arguments, and make groups of equal purpose and ranks equally often. `backend`: default, that
-    of the world.
+    of the world. `lazy`: over gloo two members connect at their first message; otherwise each connects to all others.
     """
     members, rank = list(ranks), dist.get_rank()
     assert rank in members and members == sorted(set(members)) and members[-1] < dist.get_world_size(), (rank, members)
     world = c10d._get_default_group()  # type: ignore[attr-defined]
     of_world, store = c10d._world.pg_map[world]
     used = dist.Backend(backend or of_world)
-    with _unbound(world):
+    with _unbound(world), _lazy_gloo(lazy):
         made, _ = c10d._new_process_group_helper(  # type: ignore[attr-defined]
             len(members),
             members.index(rank),
@@ -65,3 +69,17 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
+
+
+@contextmanager
+def _lazy_gloo(wanted: bool) -> Iterator[None]:
+    """Tell gloo by its variable of the environment; torch has no argument for it."""
+    before = os.environ.get(_LAZY)
+    if wanted:
+        os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if wanted:
+            os.environ.pop(_LAZY)
+            os.environ |= {} if before is None else {_LAZY: before}

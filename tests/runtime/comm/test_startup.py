@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from autoptd.checkpoint.saver import Saver
 from autoptd.layout.layout import Layout
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.tp_axis import Axis
@@ -239,6 +241,25 @@ def test_a_world_with_a_device_splits_no_communicator(joined: Callable[[int], No
         patch.setattr(distributed_c10d, "_new_process_group_helper", new)
         members.group_of_members("some", range(4, 8))
     assert seen == [None] and world.bound_device_id == torch.device("cuda", 0)
+
+
+def test_checkpoints_need_few_connections(joined: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo connects each rank to all others, unless it is told to wait for a message."""
+    joined(5)
+    seen: list[tuple[Any, ...]] = []
+
+    def new(size: int, *args: Any, **options: Any) -> tuple[object, None]:
+        seen.append((size, args[2], os.environ.get("TORCH_GLOO_LAZY_INIT")))
+        return object(), None
+
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", new)
+    for before in (None, "0"):
+        monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", before)
+        Saver()
+        assert os.environ.get("TORCH_GLOO_LAZY_INIT") == before
+    assert seen == 2 * [(SIMULATED, "gloo", "1")]
 
 
 # ---- processes ----
