@@ -244,7 +244,7 @@ def test_a_world_with_a_device_splits_no_communicator(joined: Callable[[int], No
 
 
 def test_checkpoints_need_few_connections(joined: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo connects each rank to all others, unless it is told to wait for a message."""
+    """gloo connects each rank to all others, unless it is set to wait for a message."""
     joined(5)
     seen: list[tuple[Any, ...]] = []
 
