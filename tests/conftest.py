@@ -131,6 +131,7 @@ SAMPLED = {
     "profile/test_profile.py::test_other_constants_give_other_answers": 0,
     "profile/test_profile.py::test_the_fit_finds_the_constants_that_made_the_points": 0,
     "profile/test_profile.py::test_two_processes_measure_and_the_file_plans": 0,
+    "runtime/comm/test_startup.py::test_groups_of_all_ranks_fit_together": 4,
     "runtime/faults/test_watchdog.py::test_one_fault_of_each_kind_is_met": 0,
     "runtime/optimizers/test_whole_tensors.py::test_parity": 7,
     "runtime/test_stopping.py::test_nodes_that_come_and_go_lose_nothing_beyond_the_last_save": 0,

@@ -135,6 +135,11 @@ FAULTS: dict[str, dict[str, str]] = {
         "groups ignored": "parameter groups are lost when parameters become flat",
         "a parameter nobody updates": "a trainable parameter is left out of every buffer",
     },
+    "start": {
+        "a group of others": "a rank makes a group that it is not in, a member does not, or they differ about members",
+        "a group under two names": "members look for each other under different names, and wait for ever",
+        "a slow start": "what a rank sets up grows with the world or the length of the pipeline",
+    },
     "pipeline": {
         "both directions on one communicator": "sends of both directions wait for each other in the steady state",
         "crossed waits": "two ranks wait for each other's message",

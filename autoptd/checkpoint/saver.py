@@ -24,6 +24,7 @@ from autoptd.checkpoint.index import Index, merged, to_json
 from autoptd.checkpoint.progress import to_bytes
 from autoptd.checkpoint.torch_index import METADATA
 from autoptd.errors import CheckpointError
+from autoptd.runtime.comm.members import group_of_members
 
 T = TypeVar("T")
 
@@ -66,9 +67,11 @@ class Saver:
     """The process's writer of checkpoints. Construction is a collective of all ranks of the world."""
 
     def __init__(self) -> None:
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if several else None
-        self.rank = dist.get_rank() if several else 0
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        self.group: dist.ProcessGroup | None = None
+        if world > 1:  # only rank 0 has messages for all others, so that a rank needs few connections
+            self.group = group_of_members("checkpoints", range(world), "gloo", lazy=True)
+        self.rank = dist.get_rank() if world > 1 else 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import product
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from autoptd.schedule.stage_map import Shape, StageMap
 
 AxisName: TypeAlias = Literal["pp", "dp", "cp", "tp", "data", "ep", "edp"]
-AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first: the order of a DeviceMesh's dims
+AXES: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")  # slowest first
 
 
 @dataclass(frozen=True)
@@ -96,40 +95,49 @@ class Mesh:
         """Return the index of a rank in its cp group."""
         return rank // self.tp % self.cp
 
-    def group_of(self, rank: int, axis: AxisName) -> tuple[int, ...]:
+    def place_in_share(self, rank: int) -> int:
+        """Return the index of a rank among those of its dp index, which take the same samples."""
+        (pp, _, tp), cp = self.coordinates(rank), self.cp_of(rank)
+        return (pp * self.cp + cp) * self.tp + tp
+
+    def group_of(self, rank: int, axis: AxisName) -> range:
         """Return the ranks that differ from `rank` in `axis` only, including itself, ascending."""
         (pp, dp, tp), cp = self.coordinates(rank), self.cp_of(rank)
         match axis:
             case "pp":
-                return tuple(self.rank(i, dp, tp, cp) for i in range(self.pp))
+                return _spaced(self.rank(0, dp, tp, cp), self.pp, self.copies * self.tp)
             case "dp":
-                return tuple(self.rank(pp, i, tp, cp) for i in range(self.dp))
+                return _spaced(self.rank(pp, 0, tp, cp), self.dp, self.cp * self.tp)
             case "cp":
-                return tuple(self.rank(pp, dp, tp, i) for i in range(self.cp))
+                return _spaced(self.rank(pp, dp, tp, 0), self.cp, self.tp)
             case "tp":
-                return tuple(self.rank(pp, dp, i, cp) for i in range(self.tp))
+                return _spaced(self.rank(pp, dp, 0, cp), self.tp, 1)
             case "data":
-                return tuple(self.rank(pp, i, tp, j) for i in range(self.dp) for j in range(self.cp))
+                return _spaced(self.rank(pp, 0, tp), self.copies, self.tp)
             case "ep" | "edp":
                 first = self.rank(pp, 0, 0)
-                alike = range(first + (rank - first) % self.sharers, first + self.copies * self.tp, self.sharers)
+                alike = _spaced(
+                    first + (rank - first) % self.sharers, self.copies * self.tp // self.sharers, self.sharers
+                )
                 here = (rank - first) // self.sharers
                 start = here - here % self.ep
-                return tuple(alike[start : start + self.ep] if axis == "ep" else alike[here % self.ep :: self.ep])
+                return alike[start : start + self.ep] if axis == "ep" else alike[here % self.ep :: self.ep]
 
-    def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
-        """Return all groups of an axis, sorted by their first rank."""
-        return list(_groups(self, axis))
+    def stage_ranks(self, pp: int) -> range:
+        """Return all ranks of a pipeline index."""
+        return _spaced(self.rank(pp, 0, 0), self.copies * self.tp, 1)
 
-    @cached_property
-    def channels(self) -> tuple[tuple[int, str, int, int], ...]:
-        """All channels between ranks of neighbouring stages, in order: edge, direction, source and target."""
-        found = []
-        copies = product(range(self.dp), range(self.cp), range(self.tp))
-        for (edge, ends), (dp, cp, tp) in product(self.route.edges().items(), copies):
-            below, above = (self.rank(end, dp, tp, cp) for end in ends)
-            found += [(edge, "forward", below, above), (edge, "backward", above, below)]
-        return tuple(found)
+    def channels_of(self, rank: int) -> list[tuple[int, str, int, int]]:
+        """Return the channels of a rank as (edge, direction, source, target), in the order in which ranks make them.
+
+        Even edges come first, so that neighbours make theirs at the same time, not one after the other.
+        """
+        pp, column, found = self.coordinates(rank)[0], self.group_of(rank, "pp"), []
+        for edge, ends in sorted(self.route.edges().items(), key=lambda row: (row[0] % 2, row[0])):
+            if pp in ends:
+                below, above = (column[end] for end in ends)
+                found += [(edge, "forward", below, above), (edge, "backward", above, below)]
+        return found
 
     def __str__(self) -> str:
         turned = " as a V" if self.stage_order == "v" else ""
@@ -140,6 +148,5 @@ class Mesh:
         return f"dp{self.dp} × tp{self.tp} × pp{self.pp}{tokens}{experts}{chunks}"
 
 
-@cache  # every rank asks for them, and ranks can be threads of one process
-def _groups(mesh: Mesh, axis: AxisName) -> tuple[tuple[int, ...], ...]:
-    return tuple(sorted({mesh.group_of(rank, axis) for rank in range(mesh.world)}))
+def _spaced(first: int, count: int, step: int) -> range:
+    return range(first, first + count * step, step)

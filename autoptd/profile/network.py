@@ -16,6 +16,7 @@ from autoptd.profile.host import host_run
 from autoptd.profile.ops import DTYPES, clock_of
 from autoptd.profile.record import Case, Measurement, Skipped
 from autoptd.profile.timing import ENOUGH_S, LEAST, MOST, Run, Timer, runs_per_sample
+from autoptd.runtime.comm.members import group_of_members
 from autoptd.runtime.comm.process_group import ProcessGroup
 from autoptd.runtime.comm.processes import ProcessChannel
 
@@ -27,7 +28,7 @@ class Network:
         self.device, self.clock = device, clock
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
-        self._channels: dict[int, ProcessChannel | None] = {}
+        self._channels: dict[int, ProcessChannel] = {}
 
     def agree(self, *values: float) -> list[float]:
         """Return the maximum of each value over all ranks. A collective."""
@@ -36,24 +37,20 @@ class Network:
         return [float(x) for x in numbers.tolist()]
 
     def group(self, ranks: int, stride: int) -> ProcessGroup:
-        """Return this rank's group of `ranks` members `stride` apart, made on first use. A collective."""
+        """Return this rank's group of `ranks` members `stride` apart, made on first use. A collective of these."""
         if (ranks, stride) not in self._groups:
-            mine = None
-            for first in range(0, self.world, ranks * stride):
-                for offset in range(stride):
-                    members = [first + offset + i * stride for i in range(ranks)]
-                    made = dist.new_group(members)
-                    mine = made if self.rank in members else mine
-            assert mine is not None, (ranks, stride, self.world)
-            self._groups[ranks, stride] = ProcessGroup(mine)
+            first = self.rank - self.rank % (ranks * stride) + self.rank % stride
+            members = range(first, first + ranks * stride, stride)
+            self._groups[ranks, stride] = ProcessGroup(group_of_members(f"{ranks} ranks by {stride}", members))
         return self._groups[ranks, stride]
 
     def channel(self, stride: int) -> ProcessChannel | None:
-        """Return the channel between rank 0 and rank `stride`; None on other ranks. A collective."""
+        """Return the channel between rank 0 and rank `stride`; None on other ranks. A collective of the two."""
+        if self.rank not in (0, stride):
+            return None
         if stride not in self._channels:
-            group = dist.new_group([0, stride])
-            ends = {0: stride, stride: 0}
-            self._channels[stride] = ProcessChannel(group, ends[self.rank]) if self.rank in ends else None
+            group = group_of_members("message", (0, stride))
+            self._channels[stride] = ProcessChannel(group, stride - self.rank)
         return self._channels[stride]
 
     def run_of(self, case: Case) -> Run:

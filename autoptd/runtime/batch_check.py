@@ -48,9 +48,9 @@ class Agreement:
     def __init__(self, layout: Layout, communicators: Communicators) -> None:
         self._layout, self._comm = layout, communicators
         mesh = layout.mesh
-        share = [rank for rank in range(mesh.world) if mesh.coordinates(rank)[1] == communicators.dp.rank]
-        self._compared = (len(share) > 1, mesh.world > 1)  # whether another rank takes the same samples, shared inputs
-        self._weights = [_weight(ranks, communicators.rank) for ranks in (share, range(mesh.world))]
+        share, place = mesh.pp * mesh.cp * mesh.tp, mesh.place_in_share(communicators.rank)
+        self._compared = (share > 1, mesh.world > 1)  # whether another rank takes the same samples, shared inputs
+        self._weights = [_weight(place, share), _weight(communicators.rank, mesh.world)]
         self._samples = layout.micro * layout.microbatches
         self._fault: InputsError | None = None
         self._digests = [torch.zeros((), dtype=torch.float64)] * 2
@@ -172,7 +172,7 @@ def check_evaluates(layout: Layout) -> None:
         )
 
 
-def _weight(ranks: Sequence[int], rank: int) -> int:
-    """Return 1, 2, 3 … for some ranks; for the last one minus the sum of the others."""
-    place, last = ranks.index(rank), len(ranks) - 1
+def _weight(place: int, ranks: int) -> int:
+    """Return 1, 2, 3 … by a rank's place among some; for the last one minus the sum of the others."""
+    last = ranks - 1
     return place + 1 if place < last else -last * (last + 1) // 2

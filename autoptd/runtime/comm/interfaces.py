@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from functools import partial
 from types import TracebackType
 from typing import Protocol
 
@@ -44,7 +44,7 @@ def all_gather_text(text: str, group: Group, device: torch.device, width: int) -
 
 
 class Backend(Protocol):
-    """A factory of communicators. All ranks of the world make the same calls in the same order, members or not."""
+    """A factory of communicators. The members of a group or channel make it, no other rank."""
 
     @property
     def rank(self) -> int: ...
@@ -52,16 +52,12 @@ class Backend(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def axis(self, mesh: Mesh, name: AxisName) -> Group:
-        """Return this rank's group of a mesh axis."""
+    def group(self, purpose: str, ranks: Sequence[int]) -> Group:
+        """Make a group of several global ranks, ascending. A rank is in at most one group of a purpose."""
         ...
 
-    def group(self, ranks: tuple[int, ...]) -> Group | None:
-        """Return a group of these global ranks, None if this rank is not one of them."""
-        ...
-
-    def channel(self, source: int, target: int) -> Channel | None:
-        """Return a channel between two global ranks, None if this rank is neither."""
+    def channel(self, edge: int, direction: str, source: int, target: int) -> Channel:
+        """Make a channel of the pipeline between two global ranks."""
         ...
 
 
@@ -83,6 +79,9 @@ class Communicators:
     `ep`, `edp`: its parts that hold different experts and the same.
 
     `edges`: the channels of this rank's pipeline neighbours, keyed as by `autoptd.schedule.channel_of`.
+
+    `make_group` makes a further group for a purpose, called by its members alone. All ranks make theirs in the same
+    order of purposes (`members.py`).
     """
 
     mesh: Mesh
@@ -97,7 +96,7 @@ class Communicators:
     ep: Group
     edp: Group
     edges: Mapping[tuple[int, str], Channel]
-    make_group: Callable[[tuple[int, ...]], Group | None]
+    make_group: Callable[[str, Sequence[int]], Group]
     watch: Watcher = field(default_factory=Unwatched)
 
     @property
@@ -106,19 +105,14 @@ class Communicators:
         return self.mesh.coordinates(self.rank)[0]
 
     def over_stages(self, stages: tuple[int, ...]) -> Group | None:
-        """Create the group of this rank's counterparts on `stages` (pipeline ranks); None if its own is not among them.
+        """Make the group of this rank's counterparts on `stages` (pipeline ranks); None if its own is not among them.
 
         All ranks of the world make the same calls in the same order.
         """
-        if len(stages) == 1:
-            return SingleRankGroup() if self.stage == stages[0] else None
-        mine = None
-        for dp, cp, tp in product(range(self.mesh.dp), range(self.mesh.cp), range(self.mesh.tp)):
-            group = self.make_group(tuple(self.mesh.rank(stage, dp, tp, cp) for stage in stages))
-            mine = group if group is not None else mine
-        if mine is not None:
-            mine.all_reduce(torch.ones(1, device=self.device))
-        return mine
+        if self.stage not in stages:
+            return None
+        column = self.mesh.group_of(self.rank, "pp")
+        return self.make_group(f"stages {stages}", tuple(column[stage] for stage in stages))
 
     def within_dp(self, ranks: int) -> tuple[Group, Group]:
         """Partition the data axis into groups of `ranks` neighbours; return this rank's, and that of its counterparts.
@@ -129,39 +123,28 @@ class Communicators:
             return self.data, SingleRankGroup()
         if ranks == 1:
             return SingleRankGroup(), self.data
-        groups = range(self.mesh.copies // ranks)
-        inside = [[g * ranks + i for i in range(ranks)] for g in groups]
-        across = [[g * ranks + i for g in groups] for i in range(ranks)]
-        return self._part_of_dp(inside), self._part_of_dp(across)
+        data = self.mesh.group_of(self.rank, "data")
+        part, index = divmod(data.index(self.rank), ranks)
+        inside, across = data[part * ranks : (part + 1) * ranks], data[index::ranks]
+        return self.make_group("shards", inside), self.make_group("copies of a shard", across)
 
     def within_edp(self, sharded: bool) -> tuple[Group, Group]:
         """Return the ranks that shard the state of this rank's experts, and those that hold copies of its shard."""
         return (self.edp, SingleRankGroup()) if sharded else (SingleRankGroup(), self.edp)
 
-    def _part_of_dp(self, parts: list[list[int]]) -> Group:
-        """Create all groups of a partition of the data axis; return this rank's."""
-        mine: Group = SingleRankGroup()
-        for pp, tp, part in product(range(self.mesh.pp), range(self.mesh.tp), parts):
-            group = self.make_group(tuple(self.mesh.group_of(self.mesh.rank(pp, 0, tp), "data")[i] for i in part))
-            mine = group if group is not None else mine
-        mine.all_reduce(torch.ones(1, device=self.device))
-        return mine
-
 
 def connect(mesh: Mesh, backend: Backend, watch: Watcher | None = None) -> Communicators:
-    """Create and warm up all communicators of a rank, in a fixed order: axes, world, then edges by number."""
+    """Make this rank's communicators: the world, its axes, then the channels of its edges."""
     rank = backend.rank
-    groups = {name: backend.axis(mesh, name) for name in AXES}
-    groups["data"] = groups["dp"] if mesh.cp == 1 else _one_of(backend, mesh.groups("data"))
-    experts = {name: _one_of(backend, mesh.groups(name)) for name in (("ep", "edp") if mesh.ep > 1 else ())}
-    world = backend.group(tuple(range(mesh.world)))
-    assert world is not None
-    edges: dict[tuple[int, str], Channel] = {}
-    for edge, direction, source, target in mesh.channels:
-        channel = backend.channel(source, target)
-        if channel is not None:
-            edges[edge, direction] = channel
-    communicators = Communicators(
+
+    def axis(name: AxisName) -> Group:
+        return _started(backend, name, mesh.group_of(rank, name))
+
+    world = _started(backend, "world", range(mesh.world))
+    groups = {name: axis(name) for name in AXES}
+    data = groups["dp"] if mesh.cp == 1 else axis("data")
+    ep, edp = (axis("ep"), axis("edp")) if mesh.ep > 1 else (SingleRankGroup(), data)
+    return Communicators(
         mesh=mesh,
         rank=rank,
         device=backend.device,
@@ -169,33 +152,27 @@ def connect(mesh: Mesh, backend: Backend, watch: Watcher | None = None) -> Commu
         tp=groups["tp"],
         dp=groups["dp"],
         cp=groups["cp"],
-        data=groups["data"],
+        data=data,
         pp=groups["pp"],
-        ep=experts.get("ep", SingleRankGroup()),
-        edp=experts.get("edp", groups["data"]),
-        edges=edges,
-        make_group=backend.group,
+        ep=ep,
+        edp=edp,
+        edges={(edge, way): _open(backend, edge, way, *ends) for edge, way, *ends in mesh.channels_of(rank)},
+        make_group=partial(_started, backend),
         watch=watch or Unwatched(),
     )
-    _warm_up(communicators)
-    return communicators
 
 
-def _one_of(backend: Backend, groups: Sequence[tuple[int, ...]]) -> Group:
-    """Create groups that partition the world; return this rank's."""
-    mine = [made for ranks in groups if (made := backend.group(ranks)) is not None]
-    assert len(mine) == 1
-    return mine[0]
+def _started(backend: Backend, purpose: str, ranks: Sequence[int]) -> Group:
+    """Make a group and send a number through it, since backends connect at the first message."""
+    if len(ranks) == 1:
+        return SingleRankGroup()
+    group = backend.group(purpose, ranks)
+    group.all_reduce(torch.ones(1, device=backend.device))
+    return group
 
 
-def _warm_up(c: Communicators) -> None:
-    """Send a small message through each communicator, so that all ranks build lazy connections in the same order."""
-    one = torch.ones(1, device=c.device)
-    experts = (c.ep, c.edp) if c.mesh.ep > 1 else ()
-    for group in (c.tp, c.dp, c.cp, c.data, c.pp, *experts, c.world):
-        group.all_reduce(one.clone())
-    for edge, (below, above) in c.mesh.route.edges().items():
-        for direction, source in (("forward", below), ("backward", above)):
-            channel = c.edges.get((edge, direction))
-            if channel is not None and c.stage in (below, above):
-                (channel.send(one) if c.stage == source else channel.receive(one.clone())).wait()
+def _open(backend: Backend, edge: int, direction: str, source: int, target: int) -> Channel:
+    """Make a channel and send a number through it."""
+    channel, one = backend.channel(edge, direction, source, target), torch.ones(1, device=backend.device)
+    (channel.send(one) if backend.rank == source else channel.receive(one)).wait()
+    return channel

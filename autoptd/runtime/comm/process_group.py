@@ -62,7 +62,8 @@ class ProcessGroup:
 
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.others = tuple(r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank())
+        mine = dist.get_rank()
+        self.others = tuple(rank for rank in dist.get_process_group_ranks(self.group) if rank != mine)
 
     def pending(self, what: str) -> PendingComm:
         return PendingComm(self.status, what, self.others)

@@ -1,22 +1,23 @@
-"""Communicators over torch.distributed: NCCL on GPUs, gloo otherwise. The axes are those of one DeviceMesh."""
+"""Communicators over torch.distributed: NCCL on GPUs, gloo otherwise."""
 
 from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.layout.mesh import AXES, AxisName, Mesh
-from autoptd.ops.group import Group, Handle, SingleRankGroup
+from autoptd.layout.mesh import Mesh
+from autoptd.ops.group import Group, Handle
 from autoptd.runtime.comm.interfaces import Channel, Communicators, connect
 from autoptd.runtime.comm.listening import on_named_interface
+from autoptd.runtime.comm.members import group_of_members
 from autoptd.runtime.comm.process_group import ProcessGroup, Works, as_bytes, default_store, store_host
 from autoptd.runtime.comm.restart_store import attempt_store
 from autoptd.runtime.faults.heartbeat import Timeouts
@@ -46,27 +47,18 @@ class ProcessChannel:
 class ProcessBackend:
     """A `Backend` over an initialised torch.distributed."""
 
-    def __init__(self, mesh: Mesh, device: torch.device, status: RankStatus) -> None:
-        self.rank, self._status = dist.get_rank(), status
-        self.device = device
-        self.device_mesh: DeviceMesh = init_device_mesh(device.type, mesh.shape, mesh_dim_names=AXES)
+    def __init__(self, device: torch.device, status: RankStatus) -> None:
+        self.rank, self.device, self._status = dist.get_rank(), device, status
 
-    def axis(self, mesh: Mesh, name: AxisName) -> Group:
-        return self._wrap(self.device_mesh.get_group(name))
+    def group(self, purpose: str, ranks: Sequence[int]) -> Group:
+        world = dist.group.WORLD
+        assert world is not None
+        whole = len(ranks) == dist.get_world_size()
+        return ProcessGroup(world if whole else group_of_members(purpose, ranks), self._status)
 
-    def group(self, ranks: tuple[int, ...]) -> Group | None:
-        group = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
-        assert group is not None
-        return self._wrap(group) if self.rank in ranks else None
-
-    def channel(self, source: int, target: int) -> Channel | None:
-        group = dist.new_group([source, target])
-        if self.rank not in (source, target):
-            return None
+    def channel(self, edge: int, direction: str, source: int, target: int) -> Channel:
+        group = group_of_members(f"edge {edge} {direction}", sorted((source, target)))
         return ProcessChannel(group, target if self.rank == source else source, self._status)
-
-    def _wrap(self, group: dist.ProcessGroup) -> Group:
-        return SingleRankGroup() if dist.get_world_size(group) == 1 else ProcessGroup(group, self._status)
 
 
 def connect_processes(
@@ -86,7 +78,7 @@ def connect_processes(
         watch.start()
     with watch:
         watch.status.leave("connecting")
-        made = connect(mesh, ProcessBackend(mesh, device, watch.status), watch)
+        made = connect(mesh, ProcessBackend(device, watch.status), watch)
         watch.status.leave()
     return made
 
@@ -94,7 +86,7 @@ def connect_processes(
 def start_processes(device: torch.device | None = None, timeout_s: float = 600.0) -> torch.device:
     """Start torch.distributed from the environment if necessary; return the device, by default this process's."""
     device = default_device() if device is None else device
-    if device.type == "cuda":  # also in a world that the caller started: DeviceMesh would take the one of LOCAL_RANK
+    if device.type == "cuda":  # also in a world that the caller started
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _initialise("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s))

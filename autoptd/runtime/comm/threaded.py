@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,11 +28,12 @@ from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 from autoptd.errors import RuntimeFault
-from autoptd.layout.mesh import AxisName, Mesh
-from autoptd.ops.group import Group, Handle, Reduction, SingleRankGroup
+from autoptd.layout.mesh import Mesh
+from autoptd.ops.group import Group, Handle, Reduction
 from autoptd.runtime.comm import combine
 from autoptd.runtime.comm.combine import Combine
 from autoptd.runtime.comm.interfaces import Channel, Communicators, connect
+from autoptd.runtime.comm.members import group_name
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -269,26 +271,14 @@ class LockstepBackend:
         self.rank = rank
         self.device = device
         self._world = world
-        self._made = self._channels = 0
+        self._made: Counter[str] = Counter()
 
-    def axis(self, mesh: Mesh, name: AxisName) -> Group:
-        ranks = mesh.group_of(self.rank, name)
-        return self._group(f"{name} {list(ranks)}", ranks)
+    def group(self, purpose: str, ranks: Sequence[int]) -> Group:
+        name = group_name(purpose, ranks, self._made)
+        return LockstepGroup(self._world, name, tuple(ranks), ranks.index(self.rank))
 
-    def group(self, ranks: tuple[int, ...]) -> Group | None:
-        self._made += 1
-        return self._group(f"{self._made} {list(ranks)}", ranks) if self.rank in ranks else None
-
-    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
-        if len(ranks) == 1:
-            return SingleRankGroup()
-        return LockstepGroup(self._world, name, ranks, ranks.index(self.rank))
-
-    def channel(self, source: int, target: int) -> Channel | None:
-        self._channels += 1
-        if self.rank not in (source, target):
-            return None
-        name = f"channel {self._channels} from {source} to {target}"
+    def channel(self, edge: int, direction: str, source: int, target: int) -> Channel:
+        name = group_name(f"channel {edge} {direction}", (source, target), self._made)
         return LockstepChannel(self._world, name, (source, target), self.rank)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError, RuntimeFault, nearest
-from autoptd.runtime.faults.rank_status import Snapshot, ranks
+from autoptd.runtime.faults.rank_status import SHOWN, Snapshot, ranks
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Beat:
     knows_cause: bool = False
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(_fields(self))
 
     @staticmethod
     def of(text: bytes | str) -> Beat:
@@ -107,7 +107,7 @@ class Cause:
     fix: str = ""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(_fields(self))
 
     @staticmethod
     def of(text: bytes | str) -> Cause:
@@ -136,3 +136,12 @@ class Cause:
 
 def _snapshot(data: Mapping[str, Any]) -> Snapshot:
     return Snapshot(**{**data, "peers": tuple(data["peers"])})
+
+
+def _fields(message: Beat | Cause) -> dict[str, Any]:
+    """Return a message's fields, with the peers that reports show: of a world, all of them are a long message."""
+    found = asdict(message)
+    for each in ("snapshot", "where"):
+        if each in found:
+            found[each]["peers"] = found[each]["peers"][: SHOWN + 1]
+    return found

@@ -19,6 +19,7 @@ import torch
 from autoptd.errors import CheckpointError, RuntimeFault
 
 BETWEEN = "between steps"
+SHOWN = 8  # ranks that a text lists
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def ranks(numbers: tuple[int, ...]) -> str:
     """Return `rank 3` or `ranks 0, 2, 3`; `all ranks` for no numbers."""
     if not numbers:
         return "all ranks"
-    shown = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    shown = ", ".join(map(str, numbers[:SHOWN])) + (" …" if len(numbers) > SHOWN else "")
     return f"rank{'s' * (len(numbers) != 1)} {shown}"
 
 

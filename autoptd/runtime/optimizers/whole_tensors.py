@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autoptd.layout.owners import OwnedPart, Owners, WholeParameter
 from autoptd.layout.regions import Region, regions_of
-from autoptd.ops.group import Group, SingleRankGroup
+from autoptd.ops.group import SingleRankGroup
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.zero.param_buffers import ParameterShard
 
@@ -75,7 +75,7 @@ class WholeTensors:
     ) -> None:
         self._owners, self._rank, self._device = owners, c.rank, c.device
         self._pieces = {piece.name: piece for piece in pieces if piece.name in names}
-        self._group = _stage_group(c) if names else SingleRankGroup()
+        self._group = c.make_group("stage", c.mesh.stage_ranks(c.stage)) if names else SingleRankGroup()
         rounds = owners.moved(dtypes, ROUND_ELEMENTS)
         self._rounds = [(dtypes[each[0].name], self._routes(each)) for each in rounds]
         moved = [whole.name for each in rounds for whole in each if whole.owner == self._rank]
@@ -178,16 +178,3 @@ def _box(whole: Tensor, region: Region) -> Tensor:
     for dim, (first, count) in enumerate(zip(region.offsets, region.sizes, strict=True)):
         whole = whole.narrow(dim, first, count)
     return whole
-
-
-def _stage_group(c: Communicators) -> Group:
-    """Create the group of all ranks of each stage, and return this rank's. All ranks of the world call it."""
-    if c.mesh.pp == 1:
-        return c.world
-    width, mine = c.mesh.copies * c.mesh.tp, None
-    for stage in range(c.mesh.pp):
-        made = c.make_group(tuple(range(stage * width, (stage + 1) * width)))
-        mine = made if made is not None else mine
-    assert mine is not None
-    mine.all_reduce(torch.ones(1, device=c.device))
-    return mine

@@ -16,7 +16,7 @@ from torch import nn
 
 from autoptd.errors import CheckpointError, InputsError, PlanError, RuntimeFault
 from autoptd.runtime.comm.process_group import default_store
-from autoptd.runtime.comm.restart_store import attempt_store
+from autoptd.runtime.comm.restart_store import attempt_store, children
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Snapshot, Unwatched
 from autoptd.runtime.faults.watchdog import Watchdog, _last_snapshot
@@ -213,32 +213,54 @@ def test_limits_are_checked(given: dict[str, float], match: str) -> None:
         Timeouts.of(given)
 
 
+def attempt(store: dist.Store, world: int) -> list[dist.Store]:
+    """Return each rank's store, the ranks being threads that start last rank first."""
+    made: dict[int, dist.Store] = {}
+    ranks = [
+        threading.Thread(target=lambda r=r: made.update({r: attempt_store(store, r, world, timedelta(seconds=20))}))
+        for r in reversed(range(world))
+    ]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    return [made[r] for r in range(world)]
+
+
 def test_an_attempt_reads_nothing_of_the_one_before() -> None:
     store = dist.HashStore()
-
-    def attempt() -> list[dist.Store]:
-        made: dict[int, dist.Store] = {}
-        ranks = [
-            threading.Thread(target=lambda r=r: made.update({r: attempt_store(store, r, 3, timedelta(seconds=20))}))
-            for r in (2, 1, 0)
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
-        return [made[r] for r in range(3)]
-
     store.set("autoptd/attempt/hello/1", "of a rank that is dead")
     for _ in range(2):
-        zero, one, two = attempt()
+        zero, one, two = attempt(store, 3)
         assert not two.check(["address"])
         zero.set("address", "here")
         assert one.get("address") == two.get("address") == b"here"
 
 
+def test_ranks_get_their_attempt_from_their_parent() -> None:
+    stores = attempt(dist.HashStore(), 36)
+    stores[0].set("address", "here")
+    assert all(store.check(["address"]) for store in stores)
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(RuntimeFault, match=r"2 ranks did not connect.*1, 2"):
         attempt_store(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
+
+
+def test_no_rank_answers_more_than_some() -> None:
+    world = 16_384
+    found = [children(rank, world) for rank in range(world)]
+    assert max(map(len, found)) <= 32
+    assert sorted(rank for each in found for rank in each) == list(range(1, world)), "each has one parent"
+    assert all(rank > parent for parent, each in enumerate(found) for rank in each)
+
+
+def test_a_heartbeat_is_short_in_any_world() -> None:
+    snapshot = Snapshot(comm="all-reduce with", peers=tuple(range(16_384)))
+    sent = Beat(0, 1, 1, snapshot, Process.mine())
+    assert len(sent.to_json()) < 1000
+    assert str(Beat.of(sent.to_json()).snapshot) == str(snapshot), "which names some of them"
 
 
 def test_the_private_function_of_torch_is_there() -> None:
