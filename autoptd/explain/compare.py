@@ -10,8 +10,8 @@ from rich.text import Text
 
 from autoptd.explain.breakdown import CostTerm, compared, memory_terms, time_terms
 from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, cost_lines, large, money, number
-from autoptd.explain.plan import MOST_TERMS, SIGNIFICANT, choice_lines, headline, part_name
-from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section, signed, words
+from autoptd.explain.plan import MOST_TERMS, SIGNIFICANT, choice_lines, headline
+from autoptd.explain.tables import WIDTH, columns, gib, part_name, render, seconds, section, signed, words
 from autoptd.plans.data import PlanData
 from autoptd.text import fold_names
 

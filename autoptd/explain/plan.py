@@ -18,7 +18,7 @@ from rich.text import Text
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.explain.choices import choices, offloaded, recompute_text
 from autoptd.explain.costs import AS_STATED, CostQuestion, cost_lines
-from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
+from autoptd.explain.tables import GIB, WIDTH, columns, part_name, render, seconds, section, words
 from autoptd.plans.data import PlanData, StagePlan
 from autoptd.text import fold_table, printable, ranges
 
@@ -179,17 +179,6 @@ def _time_table(plan: PlanData) -> Table | None:
         if share >= 0.0005:  # smaller ones would print as 0.0%
             table.add_row(part_name(name, plan), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
     return table if table.row_count else None
-
-
-def part_name(name: str, *plans: PlanData) -> str:
-    """Return the name of a part of the step time; communication within a stage is named after the plans' axes."""
-    return f"{stage_axes(*plans)} communication" if name == "tp_communication" else words(name)
-
-
-def stage_axes(*plans: PlanData) -> str:
-    """Return the axes that communicate within a stage of any of the plans: `tp`, `tp, ep`."""
-    axes = [axis for axis in ("tp", "cp", "ep") if any(getattr(plan.mesh, axis) > 1 for plan in plans)]
-    return ", ".join(axes or ["tp"])
 
 
 def _memory_table(plan: PlanData, width: int, all: bool) -> Table:

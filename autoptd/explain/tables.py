@@ -1,4 +1,4 @@
-"""Text layout: tables without lines, sections, and numbers in readable units."""
+"""Text layout: tables without lines, sections, names of parts, and numbers in readable units."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoptd.plans.data import PlanData
 from autoptd.text import printable
 
 WIDTH = 100
@@ -69,6 +70,17 @@ def render(parts: Sequence[RenderableType], width: int) -> str:
 def words(name: str) -> str:
     """Return a name with spaces: `pipeline_bubble` -> `pipeline bubble`."""
     return name.replace("_", " ")
+
+
+def part_name(name: str, *plans: PlanData) -> str:
+    """Return the name of a part of the step time; communication within a stage is named after the plans' axes."""
+    return f"{stage_axes(*plans)} communication" if name == "tp_communication" else words(name)
+
+
+def stage_axes(*plans: PlanData) -> str:
+    """Return the axes that communicate within a stage of any of the plans: `tp`, `tp, ep`."""
+    axes = [axis for axis in ("tp", "cp", "ep") if any(getattr(plan.mesh, axis) > 1 for plan in plans)]
+    return ", ".join(axes or ["tp"])
 
 
 def seconds(value: float) -> str:

@@ -11,8 +11,7 @@ from autoptd.cost_models.step_times import PRICED, ChunkTimes, Overlap, StageTim
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
 from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, cost_lines
-from autoptd.explain.plan import stage_axes
-from autoptd.explain.tables import seconds
+from autoptd.explain.tables import seconds, stage_axes
 from autoptd.plans.data import PlanData
 from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists
 from autoptd.text import wrapped

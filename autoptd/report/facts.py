@@ -10,8 +10,8 @@ from typing import Any
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED, alive
 from autoptd.cost_models.steady import makespan_s
 from autoptd.explain.costs import AS_STATED, CostQuestion, cost_lines
-from autoptd.explain.plan import fullest_rank, headline, method, part_name, prediction, steps
-from autoptd.explain.tables import GIB, seconds, words
+from autoptd.explain.plan import fullest_rank, headline, method, prediction, steps
+from autoptd.explain.tables import GIB, part_name, seconds, words
 from autoptd.explain.timeline import stage_times
 from autoptd.plans.data import OtherPlan, PlanData
 from autoptd.report.accuracy import MEMORY, STEP_TIME
