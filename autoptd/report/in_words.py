@@ -37,8 +37,9 @@ def in_words(plan: PlanData) -> Iterator[tuple[str, str]]:
     each = plan.batch // mesh.dp
     most = "" if plan.batch % mesh.dp == 0 else "or one more "
     if mesh.dp > 1:
+        apart = ", apart from its experts" if mesh.ep > 1 else ""
         share = f"each trains on {each:,} {most}of the {plan.batch:,} samples, and their gradients are summed"
-        yield f"dp {mesh.dp}, data parallel", f"{mesh.dp:,} copies of the model: {share}"
+        yield f"dp {mesh.dp}, data parallel", f"{mesh.dp:,} copies of the model{apart}: {share}"
     if mesh.tp > 1:
         yield f"tp {mesh.tp}, tensor parallel", f"layers are split over {mesh.tp} devices, which exchange data in each"
     if mesh.cp > 1:

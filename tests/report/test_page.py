@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -306,17 +307,22 @@ def test_everything_is_labelled(plans: dict[str, Plan]):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-@pytest.mark.parametrize("name", ["llama3-70b", "mixtral-8x7b", "t5-3b", "two plans"])
+@pytest.mark.parametrize("name", [*QUESTIONS, "two plans"])
 def test_a_browser_opens_it(name: str, plans: dict[str, Plan], tmp_path: Path):
     file = tmp_path / "plan.html"
     two = comparison_page(plans["t5-3b"], plans["llama3-70b"])
     file.write_text(two if name == "two plans" else plans[name].to_html(), "utf-8")
-    # the page's own script tells that it has drawn, and whether a row of the page is wider than a telephone
+    # the page's own script tells that it has drawn, and whether a row of the page is wider than a telephone: in a frame
+    # of that width, since a window of the browser is never so narrow
     probe = (
         "<script>document.title=[...document.querySelectorAll('canvas')].map(c=>c.height>20).join()+'|'"
-        "+(document.documentElement.scrollWidth<=window.innerWidth)</script></body>"
+        "+(document.documentElement.scrollWidth<=window.innerWidth)+'|'+window.innerWidth;"
+        "parent.document.title=document.title</script></body>"
     )
-    file.write_text(file.read_text("utf-8").replace("</body>", probe), "utf-8")
+    framed = file.read_text("utf-8").replace("</body>", probe)
+    file.write_text(
+        f'<iframe style="width:390px;height:800px;border:0" srcdoc="{html.escape(framed)}"></iframe>', "utf-8"
+    )
     log = tmp_path / "log"
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=500,900", f"--log-net-log={log}"]
@@ -328,9 +334,9 @@ def test_a_browser_opens_it(name: str, plans: dict[str, Plan], tmp_path: Path):
         check=True,
     )
     assert "CONSOLE" not in found.stderr
-    drawn, _, narrow = re.findall(r"<title>(.*?)</title>", found.stdout)[-1].partition("|")
+    drawn, narrow, width = re.findall(r"<title>(.*?)</title>", found.stdout)[0].split("|")
     assert set(drawn.split(",")) == {"true"}
-    assert narrow == "true"
+    assert (narrow, width) == ("true", "390")
 
 
 def test_the_commands_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
