@@ -93,8 +93,10 @@ def seconds(value: float) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """Return bytes as `79.65 GiB`, small ones in MiB. A difference keeps its sign."""
-    return f"{nbytes / GIB:.2f} GiB" if abs(nbytes) >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
+    """Return bytes as `79.65 GiB`, small ones in MiB or KiB. A difference keeps its sign."""
+    if abs(nbytes) >= GIB / 10:
+        return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / 2**20:.1f} MiB" if abs(nbytes) >= 2**20 / 10 or not nbytes else f"{nbytes / 1024:.1f} KiB"
 
 
 def rate(value: float) -> str:
