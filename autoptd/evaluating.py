@@ -63,7 +63,7 @@ class Evaluating(RunningRank):
     def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective."""
         trainer = self._running
-        with self._watch:
+        with self._watch, self._not_training():
             return trainer.eval_step(batch)
 
     def evaluate(self, batches: Iterable[Mapping[str, Any]], metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
@@ -106,6 +106,10 @@ class Evaluating(RunningRank):
 
     def _values(self, batches: Iterable[Mapping[str, Any]], functions: Mapping[str, Metric]) -> dict[str, Tensor]:
         """Return the values of all samples, float64 [samples, …]."""
+        with self._not_training():
+            return self._values_of(batches, functions)
+
+    def _values_of(self, batches: Iterable[Mapping[str, Any]], functions: Mapping[str, Metric]) -> dict[str, Tensor]:
         metrics, evaluator = self._evaluator(functions)
         found, left = list[Tensor](), iter(batches)
         batch = next(left, None)

@@ -5,7 +5,7 @@ The functions from model to plan take a `Progress`: `with progress.stage("trace"
 `progress.note("…")` for a line of text that stays.
 
     a terminal or notebook   the running steps with the time since they began, and, of counted ones, the time that is
-                             left; the seconds of finished steps
+                             left (in a notebook with ipywidgets); the seconds of finished steps
     elsewhere                finished steps in the log "autoptd", at level INFO, which Python shows on request
 """
 
@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol, TextIO, TypeVar
 
 from rich.console import Console, RenderableType
@@ -100,14 +101,14 @@ class Terminal:
     def stage(self, name: str) -> Iterator[None]:
         step = _Step(printable(name, keep=""), time.monotonic())
         self._running.append(step)
-        if self._live is None:
+        if self._live is None and _redraws(self._console):
             self._live = Live(self, console=self._console, transient=True, refresh_per_second=8)
             self._live.start()
         try:
             yield
         finally:
             self._running.pop()
-            if not self._running:
+            if not self._running and self._live is not None:
                 self._live.stop()
                 self._live = None
         indent = "  " * len(self._running)
@@ -138,6 +139,11 @@ class Terminal:
         line = f"{'  '.join(parts)}  {now_s - first_s:.0f} s"
         self._spinner.update(text=Text(line, no_wrap=True, overflow="ellipsis"))
         return self._spinner
+
+
+def _redraws(console: Console) -> bool:
+    """Return whether a console can change a line: in a notebook that takes ipywidgets, for which rich warns."""
+    return not console.is_jupyter or find_spec("ipywidgets") is not None
 
 
 def counted(progress: Progress, name: str, items: Collection[_Item]) -> Iterator[_Item]:

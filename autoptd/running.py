@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from autoptd.boundary import public_methods
 from autoptd.compile.traced import TracedModel
@@ -61,6 +61,10 @@ class RunningRank(ABC):
     def step(self) -> int:
         """Number of steps done."""
         return self._meter.step
+
+    def _not_training(self) -> AbstractContextManager[None]:
+        """Return a context whose time does not count as that of steps in `Parallel.report`."""
+        return self._meter.paused(self._running.communicators.device)
 
     @contextmanager
     def _with_all(self, doing: str) -> Iterator[None]:

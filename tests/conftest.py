@@ -131,6 +131,7 @@ SAMPLED = {
     "profile/test_profile.py::test_other_constants_give_other_answers": 0,
     "profile/test_profile.py::test_the_fit_finds_the_constants_that_made_the_points": 0,
     "profile/test_profile.py::test_two_processes_measure_and_the_file_plans": 0,
+    "report/test_pictures.py::test_pictures_of_the_documents_are_those_of_the_commands": 0,
     "runtime/comm/test_startup.py::test_groups_of_all_ranks_fit_together": 4,
     "runtime/faults/test_watchdog.py::test_one_fault_of_each_kind_is_met": 0,
     "runtime/optimizers/test_whole_tensors.py::test_parity": 7,
@@ -160,6 +161,7 @@ SAMPLED = {
     "test_bad_input.py::test_constraints_without_effect_that_do_no_harm": 2,
     "test_bad_input.py::test_what_cannot_be_fixed": 2,
     "test_boundary.py::test_four_ranks_that_cannot_trace_the_model": 0,
+    "test_documents.py::test_examples_of_long_pages_print_what_the_page_shows": 0,
     "test_out_of_memory.py::test_a_step_that_runs_out_says_what_and_the_way_out": 3,
     "test_out_of_memory.py::test_the_first_change_that_frees_enough": 3,
     "testing/test_process_pool.py::test_collectives_agree": 2,
@@ -260,7 +262,7 @@ def shares(nodeid: str) -> str:
     file, _, test = nodeid.partition("::")
     if file.removeprefix("tests/") in POOLED:
         return "on the pool"
-    if test.startswith("test_examples_print"):
+    if test.startswith("test_examples_"):
         return nodeid  # pages share nothing, and take long
     if not file.startswith("tests/parity/"):
         return file

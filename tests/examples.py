@@ -2,7 +2,8 @@
 
     python -m tests.examples docs/tutorials/*.md     # run pages, and rewrite the outputs that are no longer true
 
-Three kinds of fenced blocks are run, in an empty folder and with one Python namespace per page; others are prose.
+Three kinds of fenced blocks are run, in an empty folder and with one Python namespace per page. What is not run is
+checked by tests/fragments.py, such as `py`: a fragment that reads names which the page does not define.
 
 - `python`: executed. A block `text` that follows shows its output.
 - `python` or `toml` whose first line is a comment with a file's name (`# train.py`): written to that file.
@@ -34,12 +35,15 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).parents[1]
-EXECUTED = [
-    *(ROOT / name for name in ("README.md", "docs/index.md", "docs/training.md")),
-    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
-]
 
 _FENCED = re.compile(r"^```(python|toml|console|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXECUTED = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if re.search(r"^```(?:python|console)$", page.read_text("utf-8"), re.MULTILINE)
+]
+# pages that take more than half a minute
+LONG = [ROOT / "docs" / name for name in ("answers.md", "constraints.md", "experts.md", "usage.md")]
 _FILE = re.compile(r"# ([\w-]+\.(?:py|toml))\n")
 _LIMIT_S = 240
 
@@ -93,7 +97,7 @@ def run(page: Path) -> Iterator[tuple[Example, str]]:
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     text, code, failed = page.read_text("utf-8"), 0, ""
-    with tempfile.TemporaryDirectory(prefix="autoptd-example-") as folder, _inside(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="autoptd-example-") as folder, inside(Path(folder)):
         for example in examples(text):
             looks = example.code == "echo $?"
             assert looks or not failed, f"{page.name} does not expect this to fail: {failed}"
@@ -114,7 +118,7 @@ def run(page: Path) -> Iterator[tuple[Example, str]]:
 
 
 @contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
+def inside(folder: Path) -> Iterator[None]:
     """Make `folder` the working folder, and the place that scripts and `module:callable` are imported from."""
     before, modules = Path.cwd(), set(sys.modules)
     os.chdir(folder)

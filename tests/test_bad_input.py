@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import autoptd
 import autoptd.cli.main as cli
@@ -189,13 +190,17 @@ def test_inputs_that_are_none(inputs: Any, said: str):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
-    [({"y": X["x"]}, "unexpected keyword argument 'y'"), ({"x": torch.empty(4, 9)}, "reduction dim")],
+    ("inputs", "said", "fix"),
+    [
+        ({"y": X["x"]}, "unexpected keyword argument 'y'", "name the inputs as forward does: Scalar.forward(x"),
+        ({"x": torch.empty(4, 9)}, "reduction dim", "check that model(**inputs) runs"),
+    ],
 )
-def test_inputs_that_the_model_refuses(inputs: Any, said: str):
+def test_inputs_that_the_model_refuses(inputs: Any, said: str, fix: str):
     error = refusal(TraceError, Scalar(), **EIGHT, inputs=inputs)
     assert said in error.what
-    assert "model(**inputs)" in error.fix
+    assert error.fix.startswith(fix)
+    assert error.where
 
 
 def test_no_loss():
@@ -207,6 +212,45 @@ def test_no_loss():
         "loss returned a tensor of 2 dims"
         in refusal(InputsError, Vector(), **EIGHT, inputs=X, loss=lambda out: out).what
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "fix"),
+    [
+        (
+            lambda out, batch: cross_entropy(out, batch["targets"]),
+            torch.zeros(4, dtype=torch.int64),
+            "check that it runs as loss(outputs, targets), where targets is the tensor that was given as targets=",
+        ),
+        (
+            lambda out, y: cross_entropy(out, y["labels"]),
+            {"label": torch.zeros(4, dtype=torch.int64)},
+            "check that it runs as loss(outputs, targets), where targets is a mapping with 'label'",
+        ),
+        (
+            lambda out, *, label: cross_entropy(out.flatten(), label),
+            {"label": torch.zeros(4, dtype=torch.int64)},
+            "check that it runs as loss(outputs, label=…)",
+        ),
+        (
+            lambda out, batch: out.sum() * batch["labels"],
+            None,
+            "check that it runs as loss(outputs, batch), where batch is a mapping with 'input'",
+        ),
+    ],
+)
+def test_errors_of_a_loss_are_not_those_of_the_model(loss: Any, targets: Any, fix: str):
+    with pytest.raises(TraceError, match="the loss cannot be traced: ") as error:
+        autoptd.plan(nn.Linear(8, 3), world=1, inputs={"input": torch.ones(4, 8)}, loss=loss, targets=targets)
+    assert error.value.fix == fix
+    assert error.value.where.startswith("loss (test_bad_input.py:")
+
+
+def test_precisions_by_the_names_of_torch():
+    for given, ours in ((torch.bfloat16, "bf16"), ("float16", "fp16"), ("float32", "fp32")):
+        with pytest.raises(PlanError, match="unknown precision") as error:
+            autoptd.plan(nn.Linear(8, 3), world=1, inputs={"input": torch.ones(4, 8)}, precision=given)
+        assert error.value.fix.startswith(f"did you mean {ours!r}?")
 
 
 def test_not_a_module_or_nothing_to_train():
@@ -673,7 +717,7 @@ def small_plan() -> Plan:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: data | {"format": "recipe"}, "this is not an autoptd plan: it has format 'recipe'"),
+        (lambda data: data | {"format": "recipe"}, "this is not an autoptd plan: its format is 'recipe'"),
         (lambda data: data | {"version": 2}, "the plan has version 2; this autoptd reads 1"),
         (lambda data: data | {"batch": "16"}, "batch: "),
         (lambda data: data | {"model": "gpt\nrm"}, "model: should be one line of printable text, got 'gpt\\nrm'"),

@@ -11,11 +11,18 @@ import pytest
 
 from autoptd.cli.main import _parser
 from autoptd.errors import AutoptdError
-from tests.examples import EXECUTED, agree, examples, refreshed, run
+from tests.examples import EXECUTED, LONG, agree, examples, refreshed, run
+from tests.fragments import python_of, wrong_inline_commands, wrong_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("benchmarks/**/*.md")]
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=named)
 
 
 def anchors(page: Path) -> set[str]:
@@ -72,9 +79,47 @@ def test_commands_of_a_document_exist(page: Path):
 
 
 @every_page
-def test_python_of_a_document_compiles(page: Path):
-    for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
-        compile(block, page.name, "exec")
+def test_code_that_is_not_run_uses_what_exists(page: Path):
+    text = page.read_text("utf-8")
+    assert [name for code in python_of(text) for name in wrong_names(code)] == []
+    assert wrong_inline_commands(text) == []
+
+
+def test_every_block_of_code_is_run_or_checked():
+    """Blocks are run, of files or outputs, or fragments; pages with blocks that are run are those that tests run."""
+    for page in PAGES:
+        kinds = set(re.findall(r"^```(\S+)$", page.read_text("utf-8"), re.MULTILINE))
+        assert kinds <= {"python", "console", "text", "toml", "py"}, page.name
+        assert page in EXECUTED or not kinds & {"python", "console"}, page.name
+    assert set(LONG) <= set(EXECUTED)
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("autoptd.plan(model, world=8, bacth=2)", ["autoptd.plan(bacth=…)"]),
+        ("autoptd.plan(model, world=8).explian()", ["autoptd.plan(model, world=8).explian"]),
+        ("p = autoptd.parallelize(model)\np.report().to_date()", ["p.report().to_date"]),
+        ("from autoptd.trackers import Konsole", ["from autoptd.trackers import Konsole"]),
+        ("import autoptd.nothing", ["import autoptd.nothing"]),
+        ("autoptd.export.magnetron", ["autoptd.export.magnetron"]),
+        ("f(par.save('x', others=a, kept=3))", ["par.save(kept=…)"]),
+        ("par.plan.mesh.qp", ["par.plan.mesh.qp"]),
+        ("if par.dp_rnk == 0:\n    par.rank", ["par.dp_rnk"]),
+        ("plan = make()\nplan.anything(a=1)", []),
+        ("par.plan.mesh.dp, par.optimizer.step(), plan.predicted.mfu, par.report().to_data()", []),
+    ],
+)
+def test_names_that_do_not_exist_are_seen(code: str, wrong: list[str]):
+    assert wrong_names(code) == wrong
+
+
+def test_unrun_code_of_a_page_is_found():
+    page = "```py\na.b\n```\n\n    par = autoptd.trace(\n        model,\n    )\n\n"
+    page += "text `par.x(…, y=…)`, `other.x`, `par.`\n"
+    assert list(python_of(page)) == ["a.b\n", "par = autoptd.trace(\n    model,\n)", "par.x(..., y=...)"]
+    inline = "`autoptd plan --wrold 8`, `autoptd plan MODEL -o FILE`, `autoptd checkpoint inspect DIR`, `autoptd plam`"
+    assert wrong_inline_commands(inline) == ["autoptd plan --wrold 8", "autoptd plam"]
 
 
 def test_what_is_missing_is_seen():
@@ -94,8 +139,17 @@ def test_the_readme_links_every_document():
 
 
 @pytest.mark.ranks  # some examples start processes
-@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [page for page in EXECUTED if page not in LONG], ids=named)
 def test_examples_print_what_the_page_shows(page: Path):
+    compare(page)
+
+
+@pytest.mark.parametrize("page", LONG, ids=named)
+def test_examples_of_long_pages_print_what_the_page_shows(page: Path):
+    compare(page)
+
+
+def compare(page: Path) -> None:
     for example, printed in run(page):
         assert example.shown is None or agree(example.shown, printed), f"{example.code}\nprints\n{printed}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+import warnings
 
 import pytest
 import torch
@@ -47,6 +48,20 @@ def test_a_counted_step_says_how_long_it_still_takes(monkeypatch: pytest.MonkeyP
     assert any("search 18,715 ways" in line for line in shown)
     assert all(len(line.rstrip()) <= 80 for line in shown)
     assert re.search(r"3 of 4, about \d+ s left", shown[-1])
+
+
+def test_a_notebook_without_widgets_shows_finished_steps_and_no_warning(monkeypatch: pytest.MonkeyPatch):
+    console = Console(file=io.StringIO(), force_jupyter=True)
+    shown: list[str] = []
+    monkeypatch.setattr(console, "print", lambda text: shown.append(text.plain))
+    monkeypatch.setattr("autoptd.progress.find_spec", lambda name: None)
+    progress = Terminal(console)
+    with warnings.catch_warnings(record=True) as warned, progress.stage("plan"), progress.stage("trace"):
+        warnings.simplefilter("always")
+        progress.count(1, 2)
+        time.sleep(0.5)  # a line would be written anew every eighth of a second
+    assert not warned
+    assert [re.sub(r"[0-9.]+ s", "# s", line) for line in shown] == ["  trace  # s", "plan  # s"]
 
 
 def test_plan_says_the_best_that_it_has_found():

@@ -6,8 +6,10 @@ Nothing here imports torch, so `--help` and usage errors are printed at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Callable, Collection
+from typing import Any, NoReturn
 
 from autoptd.errors import AutoptdError, nearest
 from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
@@ -57,6 +59,34 @@ FIXED = tuple(name for name in FIXABLE if name not in ("attention", "fp8"))  # n
 
 class UsageError(AutoptdError, ValueError):
     """A mistake in the command line itself."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises UsageError instead of exiting, so that all errors are reported alike."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return the arguments. Raises UsageError, for an unknown option with the closest of its command."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = getattr(found, "parser", self)
+            options = [name for name in command._option_string_actions if name.startswith("--")]
+            close = difflib.get_close_matches(unknown[0], options, n=1)
+            meant = f"did you mean {close[0]}? " if close and unknown[0].startswith("--") else ""
+            fix = f"{meant}see `{command.prog} --help`"
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", fix=fix)
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError for a mistake that argparse found."""
+        fix = f"see `{self.prog} --help`"
+        if "required: COMMAND" in message:
+            fix += ", or begin with `autoptd plan llama3-8b --world 64`"
+        if (
+            typed := re.search(r"argument COMMAND: invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        ) is not None:
+            message = f"there is no command {typed[1]!r}"
+            fix = nearest(typed[1], re.findall(r"[\w-]+", typed[2]))
+        raise UsageError(message, fix=fix)
 
 
 class Together(argparse.Action):

@@ -35,6 +35,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if arguments.svg:
         from autoptd.report.pictures import memory_picture
 
+        if reports:
+            raise UsageError(f"--svg draws the memory of a plan, and --{reports[0]} is text", fix="give one of them")
         memory_picture(plan, Path(arguments.svg))
     if arguments.memory:
         return _memory(arguments, plan)
@@ -47,6 +49,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
         print_json({**texts, "cost": costs.of(plan).to_data(), "plan": json.loads(plan.to_json())})
     else:
         show(explain(plan, width(), arguments.all, costs))
+        if arguments.svg:
+            show(f"\npicture saved to {arguments.svg}")
     return DONE
 
 
@@ -145,4 +149,6 @@ def run_compare(arguments: argparse.Namespace) -> int:
         print_json(comparison_data(a, b, costs))
     else:
         show(compare(a, b, width=width(), costs=costs))
+        if arguments.html:
+            show(f"\nwritten to {arguments.html}")
     return DONE if a == b else NO

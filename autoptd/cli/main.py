@@ -17,13 +17,13 @@ import textwrap
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 from autoptd.cli import checkpoint, doctor
 from autoptd.cli.arguments import (
     FIXED,
     SCHEDULE_KINDS,
     SWEPT,
+    Parser,
     Together,
     UsageError,
     count,
@@ -52,13 +52,6 @@ _MODEL_HELP = (
     "module:callable"
 )
 _ALL_HELP = "show every stage, activation and op"
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises UsageError instead of exiting, so that all errors are reported alike."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, fix=f"see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -244,10 +237,10 @@ def _refuse_folder(path: Path) -> None:
         raise UsageError(f"cannot write into {path}: no permission in {standing}", where=str(path), fix=fix)
 
 
-def _parser() -> _Parser:
+def _parser() -> Parser:
     from autoptd.cli.export import add_arguments
 
-    parser = _Parser(prog="autoptd", allow_abbrev=False)
+    parser = Parser(prog="autoptd", allow_abbrev=False)
     parser.description = "Plan how to train a PyTorch model on many devices, see what it costs, and write the program."
     parser.epilog = "exit codes: 0 done; 1 the answer is no (nothing fits, plans differ); 2 bad usage or internal error"
     parser.add_argument("--version", action="version", version=f"autoptd {version('autoptd')}")
@@ -255,14 +248,18 @@ def _parser() -> _Parser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", allow_abbrev=False)
-        made.set_defaults(run=run)
+        made.set_defaults(run=run, parser=made)
         made.add_argument("--json", action="store_true", help="print JSON")
         return made
 
     plan = command("plan", run_plan, "find the fastest plan that fits")
     plan.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     plan.add_argument("--world", type=count, metavar="N", help="number of devices (required unless swept)")
-    plan.add_argument("--cluster", metavar="NAME", help="a shipped name (autoptd clusters) or a .toml file")
+    plan.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="a shipped name (autoptd clusters) or a .toml file (default: this machine's GPUs, or dgx-h100)",
+    )
     plan.add_argument("--batch", type=count, metavar="N", help="samples per step over all devices (default: 8 × world)")
     plan.add_argument("--seq", type=count, metavar="N", help="tokens per sample (default: the model's own, up to 4096)")
     plan.add_argument(

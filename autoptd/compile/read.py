@@ -31,6 +31,7 @@ from autoptd.progress import Progress
 from autoptd.search.sharding.cache import ShardingCache
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+_MEANT = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def read_model(
@@ -88,7 +89,9 @@ def _read_model(
             fix="predict it: autoptd.plan(…, precision='bf16', assume={'fp8': 'mxfp8'})",
         )
     if precision not in _PRECISIONS:
-        raise PlanError(f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS))
+        raise PlanError(
+            f"unknown precision {precision!r}", where="precision", fix=nearest(str(precision), _PRECISIONS, _MEANT)
+        )
     if loss_averaging not in AVERAGINGS:
         raise InputsError(
             f"loss_averaging is {loss_averaging!r}",

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from autoptd.layout.execution import ExecutionOptions
 from autoptd.plans.data import PlanData
 
+NO_EFFECT = "–"
+
 
 def recompute_text(plan: PlanData) -> str:
     """Return `none`, `full`, or the policy and number of recomputed segments: `selective, 16 of 196 segments`."""
@@ -39,8 +41,8 @@ def short(plan: PlanData) -> str:
 
 
 def choices(plan: PlanData) -> dict[str, str]:
-    """Return every choice of a plan except the placements: name -> text."""
-    options = plan.method
+    """Return every choice of a plan except the placements: name -> text, `–` for one without effect on its mesh."""
+    options, mesh = plan.method, plan.mesh
     return {
         "mesh": str(plan.mesh),
         "samples per microbatch": str(plan.micro),
@@ -54,17 +56,17 @@ def choices(plan: PlanData) -> dict[str, str]:
         "kernels": options.kernels,
         "attention": options.attention,
         "loss": options.loss,
-        "tp gathers": options.gathers,
+        "tp gathers": options.gathers if mesh.tp > 1 else NO_EFFECT,
         "gradients": options.gradients,
         "overlapped with compute": ", ".join(options.overlap) or "nothing",
         "bucket bytes": str(options.bucket_bytes),
         "optimizer state in host memory": offloaded(options),
-        "sends": options.sends,
-        "context": options.context,
-        "dispatch": options.dispatch,
+        "sends": options.sends if mesh.tp > 1 and mesh.pp > 1 else NO_EFFECT,
+        "context": options.context if mesh.cp > 1 else NO_EFFECT,
+        "dispatch": options.dispatch if mesh.ep > 1 else NO_EFFECT,
         "fp8": options.fp8 or "none",
         "permutation": options.permutation or "by kernels",
-        "routing": options.routing,
+        "routing": options.routing if mesh.ep > 1 else NO_EFFECT,
     }
 
 
@@ -82,7 +84,11 @@ def changes(a: PlanData, b: PlanData) -> list[str]:
     left, right = choices(a), choices(b)
     found += _recomputed(a, b)
     skip = {"mesh", "samples per microbatch", "microbatches", "segments per stage", "recompute"}
-    found += [f"{name} {left[name]} → {right[name]}" for name in left if name not in skip and left[name] != right[name]]
+    found += [
+        f"{name} {left[name]} → {right[name]}"
+        for name in left
+        if name not in skip and left[name] != right[name] and NO_EFFECT not in (left[name], right[name])
+    ]
     if a.mesh.pp == b.mesh.pp and _cuts(a) != _cuts(b):
         found.append("different stage cuts")
     if a.mesh.tp == b.mesh.tp and (a.splits != b.splits or a.strategies != b.strategies):

@@ -11,7 +11,7 @@ from rich.text import Text
 from autoptd.explain.breakdown import CostTerm, compared, memory_terms, time_terms
 from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, cost_lines, large, money, number
 from autoptd.explain.plan import MOST_TERMS, SIGNIFICANT, choice_lines, headline
-from autoptd.explain.tables import WIDTH, columns, gib, render, seconds, section, signed, words
+from autoptd.explain.tables import WIDTH, columns, gib, part_name, render, seconds, section, signed, words
 from autoptd.plans.data import PlanData
 from autoptd.text import fold_names
 
@@ -27,20 +27,32 @@ def compare(
     if a == b:
         return "\n".join([f"{names[0]} and {names[1]} are the same plan: {headline(a)}", *cost_lines(costs.of(a)), ""])
     parts: list[RenderableType] = [Text(verdict(a, b, names))]
-    time = compared(*time_terms(a, b))
-    if made := _makes(a, b, time, names):
+    if made := makes(a, b, names):
         parts.append(Text(made))
     parts += [Text(f"{names[0]}  {headline(a)}"), Text(f"{names[1]}  {headline(b)}")]
-    chosen = [(*x, y[1], "") for x, y in zip(choice_lines(a), choice_lines(b), strict=True) if x != y]
-    parts += section("Choices that differ", _sides(names, chosen))
-    step = CostTerm("step", a.predicted.step_time_s, b.predicted.step_time_s)
-    parts += section("Time of one step, largest difference first", _sides(names, _term_rows([*time, step], seconds)))
-    parts += section("Cost", _sides(names, _cost_rows(costs.of(a), costs.of(b))))
-    full_a, full_b = memory_terms(a), memory_terms(b)
-    memory = [*compared(full_a, full_b), CostTerm("total", sum(full_a.values()), sum(full_b.values()))]
-    parts += section("Memory of the fullest rank, largest difference first", _sides(names, _term_rows(memory, gib)))
-    parts += section("Parameters split differently", _sides(names, _split_differences(a, b)))
+    for title, rows in comparison_tables(a, b, costs):
+        parts += section(title, _sides(names, rows))
     return render(parts, width)
+
+
+def comparison_tables(
+    a: PlanData, b: PlanData, costs: CostQuestion = AS_STATED
+) -> list[tuple[str, list[tuple[str, str, str, str]]]]:
+    """Return the tables of a comparison that have rows: title and rows of name, `a`, `b` and their difference."""
+    chosen = [(*x, y[1], "") for x, y in zip(choice_lines(a), choice_lines(b), strict=True) if x != y]
+    step = CostTerm("step", a.predicted.step_time_s, b.predicted.step_time_s)
+    time = [(part_name(term.name, a, b), term) for term in [*compared(*time_terms(a, b)), step]]
+    full_a, full_b = memory_terms(a), memory_terms(b)
+    total = CostTerm("total", sum(full_a.values()), sum(full_b.values()))
+    memory = [(words(term.name), term) for term in [*compared(full_a, full_b), total]]
+    found = [
+        ("Choices that differ", chosen),
+        ("Time of one step, largest difference first", _term_rows(time, seconds)),
+        ("Cost", _cost_rows(costs.of(a), costs.of(b))),
+        ("Memory of the fullest rank, largest difference first", _term_rows(memory, gib)),
+        ("Parameters split differently", _split_differences(a, b)),
+    ]
+    return [(title, rows) for title, rows in found if rows]
 
 
 def comparison_data(a: PlanData, b: PlanData, costs: CostQuestion = AS_STATED) -> dict[str, object]:
@@ -55,14 +67,15 @@ def comparison_data(a: PlanData, b: PlanData, costs: CostQuestion = AS_STATED) -
     }
 
 
-def _makes(a: PlanData, b: PlanData, terms: Sequence[CostTerm], names: tuple[str, str]) -> str:
-    """Return the few terms that make the difference: `B takes 50 ms more: bubble +50 ms`."""
+def makes(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> str:
+    """Return the few terms that make the difference: `B takes 50 ms more: bubble +50 ms`. Empty if there is none."""
+    terms = compared(*time_terms(a, b))
     whole = b.predicted.step_time_s - a.predicted.step_time_s
     largest = max([abs(whole), *(abs(t.difference) for t in terms)])
     named = [t for t in terms if abs(t.difference) >= SIGNIFICANT * largest][:MOST_TERMS]
     if not named or not whole:
         return ""
-    listed = ", ".join(f"{words(t.name)} {signed(t.difference, seconds(t.difference))}" for t in named)
+    listed = ", ".join(f"{part_name(t.name, a, b)} {signed(t.difference, seconds(t.difference))}" for t in named)
     return f"{names[1]} takes {seconds(abs(whole))} {'more' if whole > 0 else 'less'}: {listed}"
 
 
@@ -83,13 +96,13 @@ def differences(a: PlanData, b: PlanData) -> dict[str, list[object]]:
     return {path: [left.get(path), right.get(path)] for path in paths}
 
 
-def _term_rows(terms: Sequence[CostTerm], text: Callable[[float], str]) -> list[tuple[str, str, str, str]]:
+def _term_rows(terms: Sequence[tuple[str, CostTerm]], text: Callable[[float], str]) -> list[tuple[str, str, str, str]]:
     rows = []
-    for term in terms:
+    for name, term in terms:
         change = f" ({term.difference / term.a:+.1%})" if term.a and term.difference else ""
         difference = signed(term.difference, text(term.difference)) if term.difference else "same"
         sides = [text(value) if value else "–" for value in (term.a, term.b)]
-        rows.append((words(term.name), sides[0], sides[1], f"{difference}{change}"))
+        rows.append((name, sides[0], sides[1], f"{difference}{change}"))
     return rows
 
 
@@ -125,9 +138,7 @@ def _split_differences(a: PlanData, b: PlanData) -> list[tuple[str, str, str, st
     return [(line, *pair, "") for pair, names in groups.items() for line in fold_names(names)]
 
 
-def _sides(names: tuple[str, str], rows: list[tuple[str, str, str, str]]) -> Table | None:
-    if not rows:
-        return None
+def _sides(names: tuple[str, str], rows: list[tuple[str, str, str, str]]) -> Table:
     last = ["difference>"] if any(row[3] for row in rows) else []
     table = columns("", f"{names[0]}>", f"{names[1]}>", *last)
     for row in rows:

@@ -18,7 +18,7 @@ from rich.text import Text
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED
 from autoptd.explain.choices import choices, offloaded, recompute_text
 from autoptd.explain.costs import AS_STATED, CostQuestion, cost_lines
-from autoptd.explain.tables import GIB, WIDTH, columns, render, seconds, section, words
+from autoptd.explain.tables import GIB, WIDTH, columns, part_name, render, seconds, section, words
 from autoptd.plans.data import PlanData, StagePlan
 from autoptd.text import fold_table, printable, ranges
 
@@ -42,7 +42,7 @@ _LEGEND = (
 _Row = TypeVar("_Row")
 
 
-_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}  # usual spellings
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B"}  # usual spellings
 _GRADIENTS = {
     "main": "main gradients",
     "compute": "compute-type gradients",
@@ -104,7 +104,7 @@ def steps(plan: PlanData) -> str:
     )
     microbatches = f"{count} {'microbatch' if count == 1 else 'microbatches'} of {plan.micro}"
     ranks = " per dp rank" if plan.mesh.dp > 1 else ""
-    kind = _SCHEDULES.get(plan.schedule.kind, plan.schedule.kind)
+    kind = SCHEDULES.get(plan.schedule.kind, plan.schedule.kind)
     return f"a step of {plan.batch} samples{sizes}: {microbatches}{ranks}, {kind}, {plan.precision}, {plan.optimizer}"
 
 
@@ -177,16 +177,8 @@ def _time_table(plan: PlanData) -> Table | None:
     for name, value in sorted(plan.predicted.time_s.items(), key=lambda item: (-item[1], item[0])):
         share = value / whole if whole else 0.0
         if share >= 0.0005:  # smaller ones would print as 0.0%
-            table.add_row(part_name(plan, name), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
+            table.add_row(part_name(name, plan), seconds(value), f"{share:.1%}", "█" * round(min(share, 1.0) * _BAR))
     return table if table.row_count else None
-
-
-def part_name(plan: PlanData, name: str) -> str:
-    """Return the name of a part of the step time; communication within a stage is named after its axes."""
-    if name != "tp_communication":
-        return words(name)
-    axes = [axis for axis in ("tp", "cp", "ep") if getattr(plan.mesh, axis) > 1]
-    return f"{', '.join(axes or ['tp'])} communication"
 
 
 def _memory_table(plan: PlanData, width: int, all: bool) -> Table:

@@ -1,4 +1,4 @@
-"""Text layout: tables without lines, sections, and numbers in readable units."""
+"""Text layout: tables without lines, sections, names of parts, and numbers in readable units."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoptd.plans.data import PlanData
 from autoptd.text import printable
 
 WIDTH = 100
@@ -71,6 +72,17 @@ def words(name: str) -> str:
     return name.replace("_", " ")
 
 
+def part_name(name: str, *plans: PlanData) -> str:
+    """Return the name of a part of the step time; communication within a stage is named after the plans' axes."""
+    return f"{stage_axes(*plans)} communication" if name == "tp_communication" else words(name)
+
+
+def stage_axes(*plans: PlanData) -> str:
+    """Return the axes that communicate within a stage of any of the plans: `tp`, `tp, ep`."""
+    axes = [axis for axis in ("tp", "cp", "ep") if any(getattr(plan.mesh, axis) > 1 for plan in plans)]
+    return ", ".join(axes or ["tp"])
+
+
 def seconds(value: float) -> str:
     """Return a time with three digits in a suitable unit: `0.0123` -> `12.3 ms`. A difference keeps its sign."""
     size = abs(value)
@@ -81,8 +93,10 @@ def seconds(value: float) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """Return bytes as `79.65 GiB`, small ones in MiB. A difference keeps its sign."""
-    return f"{nbytes / GIB:.2f} GiB" if abs(nbytes) >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
+    """Return bytes as `79.65 GiB`, small ones in MiB or KiB. A difference keeps its sign."""
+    if abs(nbytes) >= GIB / 10:
+        return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / 2**20:.1f} MiB" if abs(nbytes) >= 2**20 / 10 or not nbytes else f"{nbytes / 1024:.1f} KiB"
 
 
 def rate(value: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from autoptd.cost_models.step_times import PRICED, ChunkTimes, Overlap, StageTim
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
 from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, cost_lines
-from autoptd.explain.tables import seconds
+from autoptd.explain.tables import seconds, stage_axes
 from autoptd.plans.data import PlanData
 from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists
 from autoptd.text import wrapped
@@ -145,23 +145,24 @@ def report(
     suffices."""
     virtual = chunks_of(schedule)
     chunks = f" of {virtual} chunks each" if virtual > 1 else ""
-    exposed = ", ".join(f"{stream} {_time(value)}" for stream, value in timeline.exposed_s.items())
+    streams = {"tp": stage_axes(plan)}
+    exposed = ", ".join(f"{streams.get(name, name)} {_time(value)}" for name, value in timeline.exposed_s.items())
     headline = [
         f"{plan.model}: {kind}, {_count(plan.mesh.pp, 'stage')}{chunks} × "
         f"{_count(plan.schedule.microbatches, 'microbatch')}",
-        f"step {_time(timeline.makespan_s)}, bubble {timeline.bubble:.1%}; "
+        f"step {_time(timeline.makespan_s)}, mean bubble {timeline.bubble:.1%}; "
         f"exposed on the busiest stage, {timeline.critical}: {exposed}",
     ]
     costed = cost_lines(simulated_cost(plan, timeline, costs))
-    lines = [*(wrapped(line, width) for line in (*headline, *costed)), "", *_table(schedule, timeline)]
+    lines = [*(wrapped(line, width) for line in (*headline, *costed)), "", *_table(schedule, timeline, streams)]
     if drawn := picture(timeline, width):
         lines += ["", *drawn]
     return "\n".join(lines) + "\n"
 
 
-def _table(schedule: Schedule, timeline: Timeline) -> list[str]:
+def _table(schedule: Schedule, timeline: Timeline, streams: Mapping[str, str]) -> list[str]:
     parts = [timeline.breakdown_s(rank) for rank in range(len(schedule))]
-    rows = [["stage", "busy", *parts[0], "in flight"]] + [
+    rows = [["stage", "busy", *(streams.get(name, name) for name in parts[0]), "in flight"]] + [
         [
             str(rank),
             f"{timeline.busy_s[rank] / timeline.makespan_s:.1%}" if timeline.makespan_s else "-",

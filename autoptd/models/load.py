@@ -219,7 +219,9 @@ def _find_callable(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name.removesuffix(".py").replace("/", "."))
     except _USER_ERRORS as error:
         what = f"cannot import {module_name!r}: {_first_line(error)}"
-        raise ModelError(what, where=_place(error), fix=f"run in the folder of {module_name}, or install it") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0])
+        where = name if missing else _place(error)
+        raise ModelError(what, where=where, fix=f"run in the folder of {module_name}, or install it") from error
     found = getattr(module, attribute, None)
     if hasattr(found, "named_parameters") and not isinstance(found, type):
         raise ModelError(

@@ -29,8 +29,8 @@ def check_head(data: Any, where: str) -> None:
     """Raise PlanFileError for another format or version. Called first: a foreign file is not a plan with mistakes."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         known = isinstance(data, dict) and "format" in data
-        found = f"format {quoted(data['format'])}" if known else "no field `format`"
-        raise PlanFileError(f"this is not an autoptd plan: it has {found}, not {FORMAT!r}", where=where, fix=REMAKE)
+        found = f"its format is {quoted(data['format'])}, not {FORMAT!r}" if known else "it has no field `format`"
+        raise PlanFileError(f"this is not an autoptd plan: {found}", where=where, fix=REMAKE)
     version = data.get("version")
     if type(version) is int and version > VERSION:
         fix = f"update autoptd, or {REMAKE}"

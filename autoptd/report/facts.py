@@ -10,11 +10,12 @@ from typing import Any
 from autoptd.cost_models.memory import CONFIDENCE, MOST_MEASURED, alive
 from autoptd.cost_models.steady import makespan_s
 from autoptd.explain.costs import AS_STATED, CostQuestion, cost_lines
-from autoptd.explain.plan import fullest_rank, headline, method, part_name, prediction, steps
-from autoptd.explain.tables import GIB, seconds, words
+from autoptd.explain.plan import fullest_rank, headline, method, prediction, steps
+from autoptd.explain.tables import GIB, part_name, seconds, words
 from autoptd.explain.timeline import stage_times
 from autoptd.plans.data import OtherPlan, PlanData
 from autoptd.report.accuracy import MEMORY, STEP_TIME
+from autoptd.report.in_words import in_words
 from autoptd.schedule import period_of, step_lists
 from autoptd.text import fold_table, ranges
 
@@ -60,6 +61,7 @@ def facts(plan: PlanData, reasons: Mapping[str, str] | None = None, costs: CostQ
         "title": headline(plan),
         "sentences": [steps(plan), prediction(plan), *costed, fullest_rank(plan), *method(plan).split("\n")],
         "tiles": _tiles(plan),
+        "words": list(in_words(plan)),
         "axes": list(axes(plan)),
         "nodes": _nodes(plan),
         "stages": list(_stages(plan)),
@@ -188,7 +190,7 @@ def _time(plan: PlanData) -> list[dict[str, Any]]:
     whole = plan.predicted.step_time_s
     parts = sorted(plan.predicted.time_s.items(), key=lambda item: (-item[1], item[0]))
     return [
-        {"name": part_name(plan, name), "kind": name, "time": seconds(value), "share": value / whole}
+        {"name": part_name(name, plan), "kind": name, "time": seconds(value), "share": value / whole}
         for name, value in parts
         if value > 0 and whole
     ]
@@ -226,7 +228,7 @@ def limits(plan: PlanData) -> Iterator[str]:
     idle = sorted(((value, name) for name, value in parts.items() if name != "compute" and value), reverse=True)
     for value, name in idle[:2]:
         if whole and value / whole >= 0.01:
-            yield f"{part_name(plan, name)} takes {seconds(value)} of a step ({value / whole:.1%})"
+            yield f"{part_name(name, plan)} takes {seconds(value)} of a step ({value / whole:.1%})"
     needed = [sum(row.values()) for row in plan.predicted.memory]
     at = max(range(len(needed)), key=lambda rank: needed[rank] / plan.device_of(rank).memory_bytes)
     row = plan.predicted.memory[at]

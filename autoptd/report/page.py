@@ -7,11 +7,10 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autoptd.explain.compare import comparison_data, verdict
+from autoptd.explain.compare import comparison_tables, makes, verdict
 from autoptd.explain.costs import AS_STATED, CostQuestion
-from autoptd.explain.tables import gib, seconds, signed, words
 from autoptd.plans.data import PlanData
 from autoptd.report.drawing import drawing
 from autoptd.report.facts import facts
@@ -34,18 +33,16 @@ def comparison_page(
     a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B"), costs: CostQuestion = AS_STATED
 ) -> str:
     """Return two plans side by side as one self-contained HTML page."""
-    found: Any = comparison_data(a, b)
     return (
         _environment()
         .get_template("comparison.html")
         .render(
             title=verdict(a, b, names),
+            made=makes(a, b, names),
             names=names,
             sides=[facts(plan, None, costs) for plan in (a, b)],
             drawings=[_script_data(drawing(plan)) for plan in (a, b)],
-            time=[_row(term, seconds) for term in found["time_s"]],
-            memory=[_row(term, gib) for term in found["memory_bytes"]],
-            same=found["same"],
+            tables=comparison_tables(a, b, costs),
         )
     )
 
@@ -53,12 +50,6 @@ def comparison_page(
 def framed(page: str) -> str:
     """Return a page in a frame, for a notebook, whose own styles it leaves alone."""
     return f'<iframe title="plan" srcdoc="{html.escape(page)}" style="width:100%;height:48rem;border:0"></iframe>'
-
-
-def _row(term: dict[str, Any], text: Any) -> dict[str, str]:
-    change = term["difference"]
-    sides = (text(term[name]) if term[name] else "–" for name in ("a", "b"))
-    return {"term": words(term["term"]), "sides": list(sides), "difference": signed(change, text(change))}  # type: ignore[dict-item]
 
 
 def _script_data(value: object) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _FORWARD, _BACKWARD, _AGAIN, _WAITS, _UPDATE = "#4c8dd6", "#2c5f9e", "#b3541e", "#8a5cc2", "#4b7f39"
 _STACK = ("#2f6fb7", "#d08a1d", "#4b8f45", "#8a5cc2", "#b3541e", "#3a8f94", "#a23b6e", "#77808b")
+_BEYOND: dict[str, Any] = {"facecolor": "none", "edgecolor": "#57606a", "linewidth": 0}
 _EVENTS = 800  # most of a picture
 _STYLE = {
     "svg.hashsalt": "autoptd",
@@ -78,7 +79,8 @@ def timeline_picture(plan: PlanData, file: Path) -> None:
             _FORWARD: "forward", _BACKWARD: "backward", _AGAIN: "recomputation", _WAITS: "communication that waits",
             _UPDATE: "optimizer",
         }  # fmt: skip
-        _legend(axes, [(name, color) for color, name in names.items()])
+        axes.set_yticks(_labelled(len(drawn["ranks"])))
+        _legend(axes, [(name, {"color": color}) for color, name in names.items()])
 
 
 def _colored(kind: str, shares: Sequence[float]) -> Iterator[tuple[str, float, float]]:
@@ -109,13 +111,15 @@ def memory_picture(plan: PlanData, file: Path) -> None:
             axes.barh(places, sizes, left=left, color=color, height=0.8)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
         beyond = [(MOST_MEASURED - 1) * size for size in left]
-        axes.barh(places, beyond, left=left, height=0.8, color="none", edgecolor="#57606a", hatch="////", linewidth=0)
+        axes.barh(places, beyond, left=left, height=0.8, hatch="////", **_BEYOND)
         for rank in places:
             at = plan.device_of(rank).memory_bytes / GIB
             axes.plot([at, at], [rank - 0.45, rank + 0.45], color="#b42318", linewidth=1.5)
         axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="GiB of one rank", ylabel="pipeline rank", title=_title(plan))
-        marks = [(words(name), color) for name, color in zip(names, _STACK, strict=False)]
-        _legend(axes, [*marks, (f"below this with {CONFIDENCE:.0%} confidence", "#c9c9c9"), ("device", "#b42318")])
+        axes.set_yticks(_labelled(len(rows)))
+        marks = [(words(name), {"color": color}) for name, color in zip(names, _STACK, strict=False)]
+        below = (f"below this with {CONFIDENCE:.0%} confidence", {"hatch": "////", **_BEYOND})
+        _legend(axes, [*marks, below, ("memory of the device", {"color": "#b42318"})])
 
 
 def sweep_picture(points: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
@@ -159,11 +163,18 @@ def _title(plan: PlanData) -> str:
     return printable(headline(plan), keep="").replace("$", "\\$")
 
 
-def _legend(axes: Axes, marks: Sequence[tuple[str, str]]) -> None:
+def _labelled(rows: int) -> range:
+    """Return the rows whose numbers are written: at most 16, equally far apart."""
+    return range(0, rows, -(-rows // 16))
+
+
+def _legend(axes: Axes, marks: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Write names below the axes, each with a patch in its style."""
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=color, label=name) for name, color in marks]
-    axes.figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    handles = [Patch(label=name, **style) for name, style in marks]
+    columns = -(-len(handles) // -(-len(handles) // 5))  # rows of equal length, at most 5 wide
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -13,8 +15,8 @@ from autoptd.plans.data import PlanData
 @dataclass(frozen=True)
 class StepReport:
     """A progress report. `loss` and `grad_norm` (before clipping) are of the last step; rates are means since the
-    previous report, or since the first step. `mfu`: model FLOPs over the devices' peak; `memory_bytes`: peak of this
-    rank's allocator, 0 on a CPU."""
+    previous report, or since the first step, without evaluations. `mfu`: model FLOPs over the devices' peak;
+    `memory_bytes`: peak of this rank's allocator, 0 on a CPU."""
 
     step: int
     loss: float
@@ -66,11 +68,20 @@ class Meter:
         """Restart the clock and the count of steps for the next report."""
         self._since, self._from = 0, time.perf_counter()
 
+    @contextmanager
+    def paused(self, device: torch.device) -> Iterator[None]:
+        """Stop the clock for what is no training. Synchronises with the device, whose queued steps are training."""
+        _synchronise(device)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            _synchronise(device)
+            self._from += time.perf_counter() - began
+
     def report(self, loss: torch.Tensor, norm: torch.Tensor, learning_rate: float, device: torch.device) -> StepReport:
         """Report the steps since the last report. Synchronises with the device."""
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        _synchronise(device)
         value, grad_norm, now = float(loss), float(norm), time.perf_counter()
         seconds = (now - self._from) / max(1, self._since)
         self.restart()
@@ -82,10 +93,15 @@ class Meter:
             seconds=seconds,
             units_per_s=self._units / seconds,
             mfu=self._flops / (seconds * self._peak),
-            memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+            memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             averaged=self._averaged,
             unit=self._unit,
         )
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _count(x: float) -> str:

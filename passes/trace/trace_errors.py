@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sysconfig
@@ -24,7 +25,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
 from autoptd.passes.normalise.functionalize import KEEP_STATE
-from autoptd.passes.trace.loss import Loss
+from autoptd.passes.objectives.metrics import Metrics
+from autoptd.passes.trace.loss import Loss, LossArguments, Objective
 
 _OF_TRACES = (AutoptdError, DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -131,13 +133,55 @@ def explain(error: Exception) -> TraceError:
         fixed = UnsupportedOp(what, where=where, fix=_WAYS_OUT.get(what, _FIXED_SHAPES))
         return _number_read(error, where) if what == NUMBER_READ else fixed
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    return TraceError(
-        f"the model cannot be traced: {type(error).__name__}: {first[:300]}",
-        where=where,
-        fix=_ONE_TYPE
-        if re.search(_MIXED_TYPES, first)
-        else "check that model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
+    what, runs = _outer_call(error) or (
+        "the model",
+        "model(**inputs) runs in eager PyTorch with these inputs (on device='meta' as well)",
     )
+    fix = _ONE_TYPE if re.search(_MIXED_TYPES, first) else f"check that {runs}"
+    if not where and (misnamed := _forward_takes(error)):
+        where, fix = "inputs", misnamed
+    return TraceError(f"{what} cannot be traced: {type(error).__name__}: {first[:300]}", where=where, fix=fix)
+
+
+def _outer_call(error: Exception) -> tuple[str, str] | None:
+    """Return what raised an error, if not the model: the loss or a metric; and the call that should run."""
+    for frame in _frames(error):
+        objective = frame.f_locals.get("self")
+        if frame.f_code.co_name != "of_outputs" or not isinstance(objective, Objective):
+            continue
+        batch = ", ".join(map(repr, frame.f_locals.get("batch") or ()))
+        if isinstance(objective, Metrics):
+            name = frame.f_locals.get("name")
+            return f"the metric {name!r}", f"it runs as metric(outputs, batch), where batch is a mapping with {batch}"
+        named = ", ".join(map(repr, objective.targets))
+        given = {
+            LossArguments.OUTPUTS: "loss(outputs)",
+            LossArguments.INPUTS: f"loss(outputs, batch), where batch is a mapping with {batch}",
+            LossArguments.TARGET: "loss(outputs, targets), where targets is the tensor that was given as targets=",
+            LossArguments.KEYWORDS: f"loss(outputs, {', '.join(f'{name}=…' for name in objective.targets)})",
+            LossArguments.MAPPING: f"loss(outputs, targets), where targets is a mapping with {named}",
+        }
+        return "the loss", f"it runs as {given[objective.form]}"
+    return None
+
+
+def _forward_takes(error: Exception) -> str:
+    """Return a fix for inputs whose names are not those that forward takes; "" for any other error."""
+    if not isinstance(error, TypeError) or "argument" not in str(error):
+        return ""
+    roots = (frame.f_locals.get("self") for frame in _frames(error))
+    model = next((root.model for root in roots if isinstance(root, Loss)), None)
+    if model is None:
+        return ""
+    return f"name the inputs as forward does: {type(model).__name__}.forward{inspect.signature(model.forward)}"
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """Yield the frames of a traceback, outermost first."""
+    tb = error.__traceback__
+    while tb is not None:
+        yield tb.tb_frame
+        tb = tb.tb_next
 
 
 def _number_read(error: Exception, where: str, by: str = "") -> UnsupportedOp:
@@ -229,6 +273,8 @@ def user_line(error: BaseException) -> str:
     while tb is not None:
         frame, file = tb.tb_frame, Path(tb.tb_frame.f_code.co_filename)
         owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "of_outputs" and isinstance(owner, Objective):
+            path = "metric" if isinstance(owner, Metrics) else "loss"
         if isinstance(owner, nn.Module) and not type(owner).__module__.startswith(_WRAPPING):
             path = _module_path(tb.tb_frame, owner)
         if file.exists() and not is_foreign(str(file)):

@@ -173,8 +173,10 @@ def test_a_path_that_cannot_be_written_is_refused_before_planning(run: Run, api:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "required: COMMAND"),
-        (["plna"], "invalid choice: 'plna'"),
+        ([], "begin with `autoptd plan llama3-8b --world 64`"),
+        (["plna"], "did you mean 'plan'"),
+        (["plan", "gpt2", "--wrold", "8"], "did you mean --world? see `autoptd plan --help`"),
+        (["models", "llama"], "see `autoptd models --help`"),
         (["plan", "gpt2"], "required: --world"),
         (["plan", "gpt2", "--world", "0"], "'0' is not a whole number from 1"),
         (["plan", "gpt2", "--world", "8.0"], "'8.0' is not a whole number"),

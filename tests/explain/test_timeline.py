@@ -62,7 +62,7 @@ def test_what_it_prints(run: Run, saved: str):
     lines = text.splitlines()
     makespan_s = simulate(step_lists("1f1b", 2, 4), TIMES).makespan_s
     assert lines[0] == "gpt2-small: 1f1b, 2 stages × 4 microbatches"
-    assert lines[1].startswith(f"step {makespan_s * 1e3:.3g} ms, bubble ")
+    assert lines[1].startswith(f"step {makespan_s * 1e3:.3g} ms, mean bubble ")
     assert "exposed on the busiest stage, 1: tp 12 ms, p2p 500 µs, dp 5 ms" in lines[1]
     assert lines[3].split() == ["stage", "busy", "compute", "tp", "p2p", "dp", "optimizer", "bubble", "in", "flight"]
     assert [line.split()[0] for line in lines[4:6]] == ["0", "1"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd import evaluating
 from autoptd.api import Parallel
-from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
+from autoptd.errors import AutoptdError, InputsError, RuntimeFault, UnsupportedOp
 from autoptd.layout.mesh import Mesh
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
@@ -122,6 +122,46 @@ OTHERS = [
 @pytest.mark.parametrize(("name", "mesh", "variant"), OTHERS, ids=[f"{n}-{m}" for n, m, _ in OTHERS])
 def test_over_schedules_experts_and_cut_tokens(name: str, mesh: Mesh, variant: Variant) -> None:
     assert not wrong(evaluated(parallel(name, planned(name, mesh, variant), "sgd"), name), name)
+
+
+def correct(out: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return logits(out)[:, :-1].argmax(-1) == batch["labels"][:, 1:]
+
+
+OVER_TOKENS = {
+    "mean": lambda out, batch: logits(out).square().mean((1, 2)),
+    "mean of predictions": lambda out, batch: correct(out, batch).double().mean(-1),
+    "mean of counted tokens": lambda out, batch: (
+        (correct(out, batch) * (batch["labels"][:, 1:] > 3)).sum(-1) / (batch["labels"][:, 1:] > 3).sum(-1).clamp(min=1)
+    ),
+    "variance": lambda out, batch: logits(out).mean(-1).var(-1),
+    "largest": lambda out, batch: logits(out).amax((1, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "variant"),
+    [
+        ("gpt2", Mesh(2, 1, 1, cp=2), Variant(micro=2)),
+        ("gpt2", Mesh(1, 2, 2, cp=2), Variant(micro=2, context="ulysses")),
+        ("llama", Mesh(1, 1, 2, cp=4), Variant(micro=2)),
+        ("mixtral", Mesh(1, 2, 2, cp=2), Variant(micro=2)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, (str, Mesh)) else "",
+)
+def test_means_over_tokens_that_cp_cuts(
+    name: str, mesh: Mesh, variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "METRICS", OVER_TOKENS)
+    monkeypatch.setitem(globals(), "alone", alone.__wrapped__)
+    assert not wrong(evaluated(parallel(name, planned(name, mesh, variant), "sgd"), name), name)
+
+
+def test_a_norm_over_tokens_that_cp_cuts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = {"norm": lambda out, batch: logits(out).flatten(1).norm(dim=1)}
+    monkeypatch.setitem(globals(), "METRICS", norm)
+    with pytest.raises(RuntimeFault, match="mixes positions: it needs all tokens"):
+        evaluated(parallel("gpt2", planned("gpt2", Mesh(2, 1, 1, cp=2), Variant(micro=2)), "sgd"), "gpt2")
 
 
 SPOILT = {  # what is edited in the evaluator

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +17,8 @@ import pytest
 import autoptd
 from autoptd.cli.main import main
 from autoptd.cost_models.memory import MOST_MEASURED
+from autoptd.explain.choices import recompute_text
+from autoptd.explain.compare import compare
 from autoptd.explain.tables import GIB, seconds, signed
 from autoptd.explain.timeline import simulate_plan
 from autoptd.models.load import load_model
@@ -23,6 +27,7 @@ from autoptd.plans.model import Plan
 from autoptd.report.accuracy import MEMORY, STEP_TIME
 from autoptd.report.drawing import KINDS, UNITS, drawing
 from autoptd.report.facts import axes, facts, layers, limits, ranks_of
+from autoptd.report.in_words import in_words
 from autoptd.report.page import comparison_page
 from autoptd.text import ranges
 from tests.sample_plan import sample_plan
@@ -134,6 +139,51 @@ def test_a_newcomer_finds_the_answers(plans: dict[str, Plan]):
     assert re.search(r"With twice the devices \(1,024\) .* times as fast", text)  # what twice the GPUs would give
     assert f"{MOST_MEASURED * max(sum(row.values()) for row in plan.predicted.memory) / GIB:.1f} GiB" in text
     assert f"median error of {MEMORY.median:.1%}" in text  # how sure is the memory
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_term_of_the_first_lines_is_said_in_words(name: str, plans: dict[str, Plan]):
+    plan = plans[name]
+    said = dict(in_words(plan))
+    text = Page(plan.to_html()).text
+    for term, meaning_ in said.items():
+        assert f"{term} {meaning_}" in text
+    first = " ".join([facts(plan)["title"], *facts(plan)["sentences"]])
+    for axis in ("dp", "tp", "pp", "cp", "ep"):
+        size = getattr(plan.mesh, axis)
+        assert any(term.startswith(f"{axis} {size},") for term in said) == (size > 1)
+    assert f"{plan.batch // plan.mesh.dp:,}" in " ".join(said.values())
+    assert any(term.startswith("recompute") for term in said) == ("recompute none" not in first)
+    assert any(term.startswith("ZeRO") for term in said) == (plan.mesh.dp > 1 and plan.zero > 0)
+    for term in said:  # each is quoted from the first lines, before its name
+        quoted = term.partition(",")[0] if re.match(r"[dtpce]p \d", term) else term.removesuffix(" in host memory")
+        assert quoted.replace(",", "") in first.replace(",", ""), term
+
+
+def test_activations_on_the_host_are_not_said_to_be_computed_again(plans: dict[str, Plan]):
+    plan = next(plan for plan in plans.values() if any(stage.recompute for stage in plan.stages))
+    moved = [stage.model_copy(update={"policies": ("offload",) * len(stage.recompute)}) for stage in plan.stages]
+    assert "computed again in the backward pass instead" in dict(in_words(plan))[f"recompute {recompute_text(plan)}"]
+    other = plan.model_copy(update={"stages": tuple(moved)})
+    assert "moved to the host instead" in dict(in_words(other))[f"recompute {recompute_text(other)}"]
+
+
+def test_two_plans_side_by_side_say_all_that_compare_says(plans: dict[str, Plan]):
+    a, b = plans["mixtral-8x7b"], plans["t5-3b"]
+    page, text = Page(comparison_page(a, b)).text, compare(a, b, width=400)
+    said = [line.split() for line in text.splitlines() if line.strip()]
+    assert len(said) > 20
+    missing = [line for line in said if " ".join(line) not in page and line[0] != "A" and line[-1] != "difference"]
+    assert missing == []
+    assert "ep communication" in page and "tp communication" not in page
+    assert "ep communication" in text and "tp communication" not in text
+
+
+def test_choices_without_effect_do_not_differ(plans: dict[str, Plan]):
+    plan = plans["t5-3b"]
+    assert (plan.mesh.ep, plan.mesh.cp, plan.mesh.pp) == (1, 1, 1)
+    options = replace(plan.method, dispatch="slices", context="ulysses", sends="slices")
+    assert "Choices that differ" not in compare(plan, plan.model_copy(update={"method": options}))
 
 
 def test_it_says_why_by_what_other_values_take(plans: dict[str, Plan]):
@@ -257,17 +307,22 @@ def test_everything_is_labelled(plans: dict[str, Plan]):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-@pytest.mark.parametrize("name", ["llama3-70b", "mixtral-8x7b", "t5-3b", "two plans"])
+@pytest.mark.parametrize("name", [*QUESTIONS, "two plans"])
 def test_a_browser_opens_it(name: str, plans: dict[str, Plan], tmp_path: Path):
     file = tmp_path / "plan.html"
     two = comparison_page(plans["t5-3b"], plans["llama3-70b"])
     file.write_text(two if name == "two plans" else plans[name].to_html(), "utf-8")
-    # the page's own script tells that it has drawn, and whether a row of the page is wider than a telephone
+    # the page's own script tells that it has drawn, and whether a row of the page is wider than a telephone: in a frame
+    # of that width, since a window of the browser is never so narrow
     probe = (
         "<script>document.title=[...document.querySelectorAll('canvas')].map(c=>c.height>20).join()+'|'"
-        "+(document.documentElement.scrollWidth<=window.innerWidth)</script></body>"
+        "+(document.documentElement.scrollWidth<=window.innerWidth)+'|'+window.innerWidth;"
+        "parent.document.title=document.title</script></body>"
     )
-    file.write_text(file.read_text("utf-8").replace("</body>", probe), "utf-8")
+    framed = file.read_text("utf-8").replace("</body>", probe)
+    file.write_text(
+        f'<iframe style="width:390px;height:800px;border:0" srcdoc="{html.escape(framed)}"></iframe>', "utf-8"
+    )
     log = tmp_path / "log"
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=500,900", f"--log-net-log={log}"]
@@ -279,9 +334,9 @@ def test_a_browser_opens_it(name: str, plans: dict[str, Plan], tmp_path: Path):
         check=True,
     )
     assert "CONSOLE" not in found.stderr
-    drawn, _, narrow = re.findall(r"<title>(.*?)</title>", found.stdout)[-1].partition("|")
+    drawn, narrow, width = re.findall(r"<title>(.*?)</title>", found.stdout)[0].split("|")
     assert set(drawn.split(",")) == {"true"}
-    assert narrow == "true"
+    assert (narrow, width) == ("true", "390")
 
 
 def test_the_commands_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

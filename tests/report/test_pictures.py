@@ -17,6 +17,7 @@ from autoptd.models.load import load_model
 from autoptd.plans.model import Plan
 from autoptd.report.drawing import drawing
 from autoptd.report.pictures import frontier_picture, memory_picture, sweep_picture, timeline_picture
+from tests import pictures
 
 pytest.importorskip("matplotlib")
 
@@ -73,6 +74,25 @@ def test_sweeps_and_frontiers_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
     assert "3  dp2 <b>" in words(frontier)
     assert "time & memory" in words(frontier)
     capsys.readouterr()
+
+
+def test_legends_name_what_is_drawn(plan: Plan, tmp_path: Path):
+    memory_picture(plan, tmp_path / "m.svg")
+    timeline_picture(plan, tmp_path / "t.svg")
+    hatched = re.findall(r"fill: url\(#(\w+)\)", (tmp_path / "m.svg").read_text("utf-8"))
+    assert len(hatched) == plan.mesh.pp + 1  # a part of each bar, and of the legend
+    for file in ("m.svg", "t.svg"):
+        assert all(f" {rank} " in f" {words(tmp_path / file)} " for rank in range(plan.mesh.pp))
+
+
+def test_pictures_of_the_documents_are_those_of_the_commands(tmp_path: Path):
+    made = pictures.run(tmp_path)
+    assert {file.name for file in made} == {file.name for file in pictures.PICTURES.glob("*.svg")}
+    for file in made:
+        kept = pictures.PICTURES / file.name
+        assert (words(file), fills(file)) == (words(kept), fills(kept)), f"{file.name}: run python -m tests.pictures"
+    readme = (pictures.PICTURES.parents[1] / "README.md").read_text("utf-8")
+    assert {f"docs/pictures/{file.name}" for file in made} <= set(re.findall(r"!\[[^\]]+\]\((.+?)\)", readme))
 
 
 def test_wrong_uses_are_refused(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,30 @@ def test_rates_are_means_since_the_last_report(monkeypatch: pytest.MonkeyPatch) 
     assert str(second) == "step      3  loss 2.5000  |g| 0.75  lr 0.0003  0.5 s  2k tokens/s  MFU 40.0%"
     assert second.to_data()["loss"] == 2.5 and second.memory_bytes == 0
     assert second.to_data()["tokens_per_s"] == 2000.0
+    now[0] += 0.5
+    meter.count()
+    with meter.paused(CPU):
+        now[0] += 60.0  # an evaluation
+    assert meter.report(torch.tensor(2.5), torch.tensor(0.75), 3e-4, CPU).seconds == 0.5
+
+
+def test_evaluations_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = list[str]()
+
+    class Recording(AbstractContextManager[None]):
+        def __exit__(self, *error: object) -> None:
+            paused.append("evaluated")
+
+    monkeypatch.setattr(Meter, "paused", lambda meter, device: Recording())
+    parallel = autoptd.parallelize(
+        nn.Linear(8, 4), world=1, inputs={"input": torch.ones(4, 8)}, loss=lambda out: out.pow(2).mean(), batch=4
+    )
+    parallel.train_step({"input": torch.ones(4, 8)})
+    assert not paused
+    parallel.eval_step({"input": torch.ones(4, 8)})
+    parallel.evaluate([{"input": torch.ones(4, 8)}], {"sum": lambda out, batch: out.sum(-1)})
+    parallel.predict([{"input": torch.ones(4, 8)}], {"sum": lambda out, batch: out.sum(-1)})
+    assert len(paused) == 3
 
 
 def test_a_running_program_reports() -> None:

@@ -9,8 +9,9 @@ for (const canvas of document.querySelectorAll("canvas.timeline")) {
   const left = 34, row = () => Math.max(4, Math.min(26, Math.floor(560 / data.ranks.length)));
   const color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  function draw() {
-    const width = canvas.clientWidth, height = row() * data.ranks.length + 22, scale = window.devicePixelRatio || 1;
+  function draw(finer = 1) {
+    const width = canvas.clientWidth, height = row() * data.ranks.length + 22;
+    const scale = (window.devicePixelRatio || 1) * finer;
     canvas.width = width * scale; canvas.height = height * scale; canvas.style.height = height + "px";
     const pen = canvas.getContext("2d"), x = t => left + (t - from) / (to - from) * (width - left);
     const paint = {}; for (const name of ["forward", "backward", "again", "comm", "optimizer", "text", "soft", "line",
@@ -41,8 +42,9 @@ for (const canvas of document.querySelectorAll("canvas.timeline")) {
       if (row() > 10 || rank % 8 === 0) pen.fillText(rank, 4, y + Math.min(h, 14) - 1);
     });
     pen.fillStyle = paint.soft; pen.strokeStyle = paint.line;
-    for (let i = 0; i <= 4; i++) {
-      const t = from + (to - from) * i / 4, at = Math.min(x(t), width - 46);
+    const marks = width < 500 ? 2 : 4;
+    for (let i = 0; i <= marks; i++) {
+      const t = from + (to - from) * i / marks, at = Math.min(x(t), width - 46);
       pen.fillText(readable(t / units * data.seconds), i ? at : left, height - 6);
     }
   }
@@ -81,8 +83,9 @@ for (const canvas of document.querySelectorAll("canvas.timeline")) {
     button.addEventListener("click", () => ({ in: () => zoom(.6), out: () => zoom(1 / .6), all: () => view(0, units),
       start: () => view(0, units / 8), end: () => view(units * 7 / 8, units) })[button.dataset.act]());
   }
-  window.addEventListener("resize", draw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  window.addEventListener("beforeprint", draw);
+  window.addEventListener("resize", () => draw());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
+  window.addEventListener("beforeprint", () => draw(4));
+  window.addEventListener("afterprint", () => draw());
   draw();
 }
