@@ -162,14 +162,6 @@ def stand_in(specs: Mapping[str, InputSpec], samples: int) -> dict[str, Tensor]:
     return {n: torch.zeros(lead[: spec.lead] + spec.sizes, dtype=spec.dtype) for n, spec in specs.items()}
 
 
-def on_device(numbers: Tensor | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device. Does not wait for a GPU, as a copy of unpinned memory does."""
-    found = torch.as_tensor(numbers, dtype=dtype)
-    if device.type == "cuda" and found.device.type == "cpu":
-        return found.pin_memory().to(device, non_blocking=True)
-    return found.to(device)
-
-
 def digest(tensors: Sequence[Tensor]) -> Tensor:
     """Hash samples and their order to 20 bits; 0-dim float64 on the first tensor's device."""
     found = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else None)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from autoptd.ops.group import Group
 from autoptd.ops.stage import Count, Stage
+from autoptd.ops.transfer import on_device
 from autoptd.runtime.batch import Microbatch
 from autoptd.runtime.comm.interfaces import Communicators
 
@@ -61,7 +62,7 @@ class _Counts:
 
     def _begin(self) -> None:
         """Count this rank's microbatches and start the all-gather of a round."""
-        rows = [[x.to(self.device, torch.float64).reshape(-1) for x in self._row(mb)] for mb in self.microbatches]
+        rows = [[on_device(x, torch.float64, self.device).reshape(-1) for x in self._row(mb)] for mb in self.microbatches]
         own = self._combined(torch.stack(list(map(torch.cat, rows))))
         self.gathered = own.new_empty(self.dp.size * own.numel())
         self.handle = self.dp.all_gather_later(self.gathered, own)

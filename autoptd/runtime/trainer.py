@@ -26,7 +26,8 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.random import dropout_mask
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
-from autoptd.runtime.batch import Microbatch, on_device, sample_count
+from autoptd.ops.transfer import on_device
+from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement, check_evaluates
 from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
@@ -262,7 +263,7 @@ class Trainer:
         own_used = self._buffers.used()
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
         flags = on_device([name in own_used for name in self._trainable], torch.float64, device)
-        norm = squared_norm(self._pieces).to(device)
+        norm = on_device(squared_norm(self._pieces), torch.float64, device)
         parts = (loss.view(1), norm.view(1), self._inputs.row(), flags, sums.own)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
         agreed, summed = agreed.split((len(agreed) - len(sums.own), len(sums.own)))
