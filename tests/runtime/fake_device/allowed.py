@@ -1,0 +1,75 @@
+"""The places where a step's host may wait for the device, or copy to it, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tests.runtime.fake_device.device import Place
+
+FIRST, LATER, EVALUATED = "the first step", "a later step", "an evaluation"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """`when`: how often; `why`: what the host cannot know otherwise. `most`: in a step of a rank, if it is bounded."""
+
+    when: str
+    why: str
+    kinds: tuple[str, ...] = (FIRST, LATER)
+    most: int | None = None
+
+
+EVERY_STEP = "once a step"
+ALLOWED: dict[Place, Wait] = {
+    ("runtime/trainer.py", "_finish"): Wait(
+        EVERY_STEP,
+        "loss, norm and used parameters of all ranks decide whether and how the optimizer steps",
+        most=1,
+    ),
+    ("runtime/trainer.py", "_loss_total"): Wait(
+        "once a step, if the loss compares samples",
+        "the tensor of all samples' rows has as many as the batch",
+        (FIRST, LATER, EVALUATED),
+        most=1,
+    ),
+    ("runtime/optimizers/step.py", "run"): Wait(
+        "once a step, if optimizer state is on the host", "the host reads gradients that the device copied there", most=1
+    ),
+    ("ops/library.py", "more_than_one"): Wait(
+        "once a step and batch norm, after the loss was read",
+        "one element per channel has no variance: an error before anything changes",
+    ),
+    ("ops/expert_axis.py", "route"): Wait(
+        "once a forward pass of experts on ranks of their own", "an exchange of rows takes their numbers on the host"
+    ),
+    ("ops/expert_axis.py", "batch_route"): Wait(
+        "the same, if experts have a dim of their own", "an exchange of rows takes their numbers on the host"
+    ),
+    ("ops/library.py", "expert_mm"): Wait(
+        "once a product of experts that tp ranks share", "a rank multiplies the rows of its own experts"
+    ),
+    ("ops/library.py", "_group_sizes"): Wait(
+        "once a grouped product, except in bf16", "torch has no grouped kernel for the type: one product per expert"
+    ),
+    ("torch.optim._adafactor", "_single_tensor_adafactor"): Wait(
+        "twice a step and parameter of Adafactor", "torch's own code reads norms of parameter and update"
+    ),
+    ("runtime/comm/handshake.py", "_send"): Wait("in the first step", "stages compare the messages of a step", (FIRST,)),
+    ("runtime/comm/handshake.py", "_receive"): Wait(
+        "in the first step", "stages compare the messages of a step", (FIRST,)
+    ),
+}
+
+
+def allowed(place: Place, kind: str) -> bool:
+    return place in ALLOWED and kind in ALLOWED[place].kinds
+
+
+def too_often(met: Counter[Place]) -> list[str]:
+    """Return the places of a step that waited more often than they may."""
+    return [
+        f"{place[1]} of {place[0]}: {n} times instead of {most}"
+        for place, n in met.items()
+        if (most := ALLOWED[place].most) is not None and n > most
+    ]
