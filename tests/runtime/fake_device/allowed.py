@@ -20,6 +20,7 @@ class Wait:
     most: int | None = None
 
 
+EVERY = (FIRST, LATER, EVALUATED)
 EVERY_STEP = "once a step"
 ALLOWED: dict[Place, Wait] = {
     ("runtime/trainer.py", "_finish"): Wait(
@@ -27,10 +28,17 @@ ALLOWED: dict[Place, Wait] = {
         "loss, norm and used parameters of all ranks decide whether and how the optimizer steps",
         most=1,
     ),
-    ("runtime/trainer.py", "_loss_total"): Wait(
+    ("runtime/batch_counts.py", "of"): Wait(
         "once a step, if the loss compares samples",
         "the tensor of all samples' rows has as many as the batch",
-        (FIRST, LATER, EVALUATED),
+        EVERY,
+        most=1,
+    ),
+    ("runtime/trainer.py", "eval_step"): Wait("once an evaluated batch", "the loss is returned", (EVALUATED,), most=1),
+    ("runtime/trainer.py", "most_microbatches"): Wait(
+        "once an evaluated batch, if its forward passes communicate over dp",
+        "ranks with fewer microbatches than others run as many",
+        (EVALUATED,),
         most=1,
     ),
     ("runtime/optimizers/step.py", "run"): Wait(
@@ -41,16 +49,16 @@ ALLOWED: dict[Place, Wait] = {
         "one element per channel has no variance: an error before anything changes",
     ),
     ("ops/expert_axis.py", "route"): Wait(
-        "once a forward pass of experts on ranks of their own", "an exchange of rows takes their numbers on the host"
+        "once a forward pass of experts on ranks of their own", "an exchange of rows takes their numbers on the host", EVERY
     ),
     ("ops/expert_axis.py", "batch_route"): Wait(
-        "the same, if experts have a dim of their own", "an exchange of rows takes their numbers on the host"
+        "the same, if experts have a dim of their own", "an exchange of rows takes their numbers on the host", EVERY
     ),
     ("ops/library.py", "expert_mm"): Wait(
-        "once a product of experts that tp ranks share", "a rank multiplies the rows of its own experts"
+        "once a product of experts that tp ranks share", "a rank multiplies the rows of its own experts", EVERY
     ),
     ("ops/library.py", "_group_sizes"): Wait(
-        "once a grouped product, except in bf16", "torch has no grouped kernel for the type: one product per expert"
+        "once a grouped product, except in bf16", "torch has no grouped kernel for the type: one product per expert", EVERY
     ),
     ("torch.optim._adafactor", "_single_tensor_adafactor"): Wait(
         "twice a step and parameter of Adafactor", "torch's own code reads norms of parameter and update"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], on_device: b
     return labelled(out) if on_device else out
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, p: float, is_causal: bool, scale: float | None = None) -> tuple[Any, ...]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, is_causal: bool = False, *, scale: float | None = None
+) -> tuple[Any, ...]:
     """Compute the results of a GPU's kernel by the CPU's."""
     out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, is_causal, scale=scale)
     state = torch.empty(2, dtype=torch.uint64)
@@ -152,6 +154,7 @@ _WAITS = {
 }
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _MASKS = (torch.bool, torch.uint8)
+_MANY = 256  # references to storages, until those without one are dropped
 
 
 class Device(TorchDispatchMode):
@@ -218,7 +221,6 @@ class Device(TorchDispatchMode):
 
     def pin(self, x: Tensor) -> Tensor:
         """Take the memory of a tensor for pinned."""
-        self._pinned = {key: ref for key, ref in self._pinned.items() if not ref.expired()}
         _note(self._pinned, x)
         return x
 
@@ -242,7 +244,7 @@ class Device(TorchDispatchMode):
         if func in (aten._to_copy.default, aten.copy_.default):
             return self._copy(func, args, kwargs, to_device)
         pins = kwargs.pop("pin_memory", None)
-        tensors = list(_tensors((args, kwargs.values())))
+        tensors = list(_tensors((args, tuple(kwargs.values()))))
         here = any(isinstance(x, CudaTensor) for x in tensors)
         if here:
             self._check_device(func, args, kwargs, tensors)
@@ -306,6 +308,9 @@ class Device(TorchDispatchMode):
 
 def _note(storages: dict[int, StorageWeakRef], x: Tensor) -> None:
     """Enter a tensor's storage, whose address no other gets while the reference exists."""
+    if len(storages) >= _MANY and len(storages) % _MANY == 0:
+        for key in [key for key, ref in storages.items() if ref.expired()]:
+            del storages[key]
     storage = x.untyped_storage()
     storages[storage._cdata] = StorageWeakRef(storage)
 
@@ -313,7 +318,7 @@ def _note(storages: dict[int, StorageWeakRef], x: Tensor) -> None:
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, Iterable) and not isinstance(x, str):
+    elif isinstance(x, (list, tuple)):
         for each in x:
             yield from _tensors(each)
 

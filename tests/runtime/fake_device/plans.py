@@ -17,9 +17,13 @@ from autoptd.compile.read import read_model
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
 from autoptd.layout.mesh import Mesh
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.progress import Silent
 from autoptd.search.constraints.options import read_constraints
-from tests.parity.parity_check import OPTIONS, batches, bulk, case
+from tests.parity.parity_check import OPTIONS, bulk
+from tests.parity.parity_check import case as parity_case
+from tests.parity.parity_models import Case, randomised
+from tests.parity.test_parity_contrastive import Plain, filled_diagonal, views
 
 EVERY_STEP: Mapping[str, Any] = {
     "schedule": "1f1b", "virtual": 1, "zero": 1, "recompute": "none", "offload": 0.0, "loss": "auto",
@@ -42,6 +46,28 @@ class Ask:
         told = [f"{key} {value}" for key, value in self.fix.items()]
         clip = ["clipped"] * (self.clip_norm is not None)
         return ", ".join([f"{self.model}-{self.mesh}", self.precision, self.optimizer, *clip, *told])
+
+
+def _wide_heads() -> Case:
+    """Return a decoder whose heads are as wide as fused kernels take them."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 64, (16, 8), generator=generator)
+    model = NanoGPT(GPTSizes(vocab=64, max_seq=8, width=32, layers=2, heads=4))
+    return Case(randomised(model), {"idx": ids, "targets": ids.roll(-1, 1)})
+
+
+def _two_views() -> Case:
+    """Return a model whose loss compares all samples of the batch."""
+    torch.manual_seed(0)
+    return Case(Plain(filled_diagonal).double(), views(16))
+
+
+OWN: Mapping[str, Any] = {"wide_heads": _wide_heads, "two_views": _two_views}
+
+
+@cache
+def case(name: str) -> Case:
+    return OWN[name]() if name in OWN else parity_case(name)
 
 
 @cache
@@ -74,4 +100,4 @@ def made(ask: Ask) -> Parallel:
 
 def given(ask: Ask, steps: int) -> list[dict[str, Tensor]]:
     """Return one global batch per step."""
-    return batches(ask.model, steps)
+    return [{name: x.roll(step, 0) for name, x in case(ask.model).batch.items()} for step in range(steps)]

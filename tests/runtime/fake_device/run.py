@@ -20,7 +20,7 @@ from autoptd.runtime.batch import share_of
 from autoptd.runtime.comm import threaded
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
-from tests.runtime.fake_device.allowed import FIRST, LATER, allowed
+from tests.runtime.fake_device.allowed import EVALUATED, FIRST, LATER, allowed
 from tests.runtime.fake_device.device import CUDA, CudaTensor, Device, Place, WrongDevice, _tensors, labelled
 
 
@@ -64,15 +64,15 @@ def _checked(start: Callable[..., Any]) -> Callable[..., Any]:
 class Ran:
     """What the ranks of a plan did."""
 
-    losses: tuple[float, ...]
+    losses: tuple[float, ...]  # one per step, then that of the evaluation
     waits: tuple[tuple[Counter[Place], ...], ...]  # by rank and step: where the host waited or copied
     ops: int  # of the device, of all ranks and steps
 
 
-def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]]) -> Ran:
+def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates: bool = False) -> Ran:
     """Train one step per global batch on all ranks: the first is given in pinned memory, later ones on the device.
 
-    Raises DeviceFault.
+    `evaluates`: the last batch is evaluated after its step. Raises DeviceFault.
     """
     layout, device = parallel.layout, Device(allowed)
     values = parallel.initial_values()
@@ -90,6 +90,10 @@ def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]]) -> Ran:
                 loss = mine.train_step(share)
                 met.append(device.end())
                 losses.append(float(loss))
+            if evaluates:
+                device.begin(EVALUATED)
+                losses.append(float(mine.eval_step(share)))
+                met.append(device.end())
             assert not (found := strays(mine._running)), f"on the host: {found}"
         return losses, tuple(met)
 
