@@ -102,7 +102,7 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
                 where=name,
                 fix="give the shape that the model was traced with: " + spec.text,
             )
-        if spec.value and bool((x.reshape(x.shape[0], -1) != x.new_tensor(spec.value)).any()):
+        if spec.value and bool((x.reshape(x.shape[0], -1).cpu() != torch.tensor(spec.value, dtype=x.dtype)).any()):
             raise InputsError(
                 f"a sample of {name!r} is not {_short(spec.value)}, which the program was made for: the model reads "
                 "these numbers in Python",

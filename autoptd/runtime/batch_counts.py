@@ -62,7 +62,9 @@ class _Counts:
 
     def _begin(self) -> None:
         """Count this rank's microbatches and start the all-gather of a round."""
-        rows = [[on_device(x, torch.float64, self.device).reshape(-1) for x in self._row(mb)] for mb in self.microbatches]
+        rows = [
+            [on_device(x, torch.float64, self.device).reshape(-1) for x in self._row(mb)] for mb in self.microbatches
+        ]
         own = self._combined(torch.stack(list(map(torch.cat, rows))))
         self.gathered = own.new_empty(self.dp.size * own.numel())
         self.handle = self.dp.all_gather_later(self.gathered, own)

@@ -90,10 +90,18 @@ class CudaTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self.cpu())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.cpu(), spec)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op where no mode is active, outside of steps."""
-        return _device_in_cpp() if func is torch.ops.prim.device.default else _run(func, args, kwargs or {}, True)
+        if func is torch.ops.prim.device.default:
+            return _device_in_cpp()
+        return _run(func, args, kwargs or {}, (kwargs or {}).get("device") != CPU)
 
 
 def labelled(x: Any) -> Any:
@@ -160,12 +168,12 @@ _MANY = 256  # references to storages, until those without one are dropped
 class Device(TorchDispatchMode):
     """A dispatch mode in which `cuda` is a device. One for all ranks of a run, which take turns; entered by each.
 
-    `allowed(place, kind of step)`: whether the host may wait or copy there.
+    `allowed(place, kind of step, fault)`: whether the host may wait, or copy, there.
     """
 
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
 
-    def __init__(self, allowed: Callable[[Place, str], bool]) -> None:
+    def __init__(self, allowed: Callable[[Place, str, type[DeviceFault]], bool]) -> None:
         super().__init__()
         self._allowed = allowed
         self._steps: dict[str, tuple[str, Counter[Place]]] = {}  # by thread: kind of the step, what happened in it
@@ -205,7 +213,7 @@ class Device(TorchDispatchMode):
             return
         kind, met = self._steps[threading.current_thread().name]
         place = _place()
-        if not self._allowed(place, kind):
+        if not self._allowed(place, kind, fault):
             raise fault(f"{place[1]} of {place[0]} {what}")
         met[place] += 1
 

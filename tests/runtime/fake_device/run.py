@@ -100,7 +100,7 @@ def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates
     with gpu(device):
         try:
             results = threaded.run_lockstep(layout.mesh, body, in_turn=True, device=CUDA)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the ranks wrap what they raise
             raise _root(error) from None
     return Ran(tuple(results[0][0]), tuple(met for _, met in results), device.ops)
 
