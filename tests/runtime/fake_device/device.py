@@ -165,8 +165,40 @@ _MASKS = (torch.bool, torch.uint8)
 _MANY = 256  # references to storages, until those without one are dropped
 
 
+class _Memory:
+    """Parts of the host's memory, as ranges of bytes in storages. A reference keeps an address from being reused."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
+
+    def add(self, x: Tensor, *, whole: bool = False) -> None:
+        """Add the memory of a tensor, or of the whole storage that it is a view of."""
+        if len(self.parts) % _MANY == _MANY - 1:
+            self.parts = {key: part for key, part in self.parts.items() if not part[0].expired()}
+        storage = x.untyped_storage()
+        if storage._cdata not in self.parts:
+            self.parts[storage._cdata] = StorageWeakRef(storage), []
+        self.parts[storage._cdata][1].append((0, storage.nbytes()) if whole else _bytes_of(x))
+
+    def holds(self, x: Tensor) -> bool:
+        """Return whether a tensor has a byte here."""
+        if (part := self.parts.get(x.untyped_storage()._cdata)) is None:
+            return False
+        first, last = _bytes_of(x)
+        return any(first < stop and start < last for start, stop in part[1])
+
+
+def _bytes_of(x: Tensor) -> tuple[int, int]:
+    """Return the range from a tensor's first to its last element in its storage."""
+    start = int(x.storage_offset()) * x.itemsize
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return start, start + span * x.itemsize
+
+
 class Device(TorchDispatchMode):
     """A dispatch mode in which `cuda` is a device. One for all ranks of a run, which take turns; entered by each.
+
+    Of the host's memory it knows what is pinned, to what the device is copying, and what it is still reading.
 
     `allowed(place, kind of step, fault)`: whether the host may wait, or copy, there.
     """
@@ -178,9 +210,7 @@ class Device(TorchDispatchMode):
         self._allowed = allowed
         self._steps: dict[str, tuple[str, Counter[Place]]] = {}  # by thread: kind of the step, what happened in it
         self.ops = 0  # of the device, in steps
-        self._pinned: dict[int, StorageWeakRef] = {}  # by storage
-        self._coming: dict[int, StorageWeakRef] = {}  # host memory that the device writes
-        self._leaving: dict[int, StorageWeakRef] = {}  # host memory that it reads
+        self._pinned, self._coming, self._leaving = _Memory(), _Memory(), _Memory()  # of the host
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -224,16 +254,16 @@ class Device(TorchDispatchMode):
         self._arrived()
 
     def _arrived(self) -> None:
-        self._coming.clear()
-        self._leaving.clear()
+        self._coming.parts.clear()
+        self._leaving.parts.clear()
 
     def pin(self, x: Tensor) -> Tensor:
         """Take the memory of a tensor for pinned."""
-        _note(self._pinned, x)
+        self._pinned.add(x, whole=True)
         return x
 
     def is_pinned(self, x: Tensor) -> bool:
-        return x.untyped_storage()._cdata in self._pinned
+        return self._pinned.holds(x)
 
     # ---- ops ----
 
@@ -279,12 +309,12 @@ class Device(TorchDispatchMode):
 
     def _check_memory(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> None:
         """Raise MemoryRace for an op of the host on memory that the device uses."""
-        if not (self._coming or self._leaving) or "empty" in func.name() or _is_view(func):
+        if not (self._coming.parts or self._leaving.parts) or "empty" in func.name() or _is_view(func):
             return
         for x in given:
-            if (key := x.untyped_storage()._cdata) in self._coming:
+            if self._coming.holds(x):
                 raise MemoryRace(f"{func} reads {_shown(x)}, to which the device is still copying, {_where()}")
-            if key in self._leaving and any(x is y for y in _written(func, args, kwargs)):
+            if self._leaving.holds(x) and any(x is y for y in _written(func, args, kwargs)):
                 raise MemoryRace(f"{func} writes {_shown(x)}, which the device is still reading, {_where()}")
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], to_device: bool | None) -> Any:
@@ -308,19 +338,10 @@ class Device(TorchDispatchMode):
             self._check_memory(func, args, kwargs, [x for x in args[:2] if isinstance(x, Tensor)])
         out = _run(func, args, kwargs, arrives)
         if leaves and not arrives and no_wait and pinned:
-            _note(self._coming, self.pin(out))
+            self._coming.add(self.pin(out))
         elif arrives and not leaves and no_wait:
-            _note(self._leaving, source)
+            self._leaving.add(source)
         return out
-
-
-def _note(storages: dict[int, StorageWeakRef], x: Tensor) -> None:
-    """Enter a tensor's storage, whose address no other gets while the reference exists."""
-    if len(storages) >= _MANY and len(storages) % _MANY == 0:
-        for key in [key for key, ref in storages.items() if ref.expired()]:
-            del storages[key]
-    storage = x.untyped_storage()
-    storages[storage._cdata] = StorageWeakRef(storage)
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
