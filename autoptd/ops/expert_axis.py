@@ -52,7 +52,7 @@ class Experts:
 
         Raises RuntimeFault, on all ranks, if their x differ in another size.
         """
-        here = on_device([x.shape] * self.group.size, torch.int64, x.device)
+        here = on_device(torch.tensor([x.shape] * self.group.size), torch.int64, x.device)
         both = torch.stack((here, self.group.all_to_all(here))).cpu()
         others = [i for i in range(x.ndim) if i != rows]
         if not torch.equal(both[0, :, others], both[1, :, others]):

@@ -40,7 +40,7 @@ Place = tuple[str, str]  # file and function: of the library, of a torch optimiz
 
 
 class DeviceFault(AssertionError):
-    """What a GPU would refuse, or wait for."""
+    """An action that a GPU would refuse, or wait for."""
 
 
 class WrongDevice(DeviceFault):

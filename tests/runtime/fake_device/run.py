@@ -62,7 +62,7 @@ def _checked(start: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Ran:
-    """What the ranks of a plan did."""
+    """Results of the steps of all ranks of a plan."""
 
     losses: tuple[float, ...]  # one per step, then that of the evaluation
     waits: tuple[tuple[Counter[Place], ...], ...]  # by rank and step: where the host waited or copied

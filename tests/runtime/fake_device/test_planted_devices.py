@@ -156,7 +156,7 @@ def test_the_order_of_rows_from_pageable_memory(monkeypatch: Patch) -> None:
 
 @pytest.mark.fault("a copy from pageable memory")
 def test_a_rank_whose_norm_counts_nothing(monkeypatch: Patch) -> None:
-    """Without sharding only the first rank's pieces count, and the norm of none is made on the host."""
+    """Only the first rank's pieces count without sharding, and the norm of none is made on the host."""
     monkeypatch.setattr(
         trainer,
         "on_device",
