@@ -133,7 +133,7 @@ SAMPLED = {
     "profile/test_profile.py::test_two_processes_measure_and_the_file_plans": 0,
     "runtime/fake_device/test_planted_devices.py::test_a_constant_of_the_host_in_forward": 1,
     "runtime/fake_device/test_planted_devices.py::test_a_wait_in_forward": 3,
-    "runtime/fake_device/test_steps.py::test_each_way_of_training": 2,
+    "runtime/fake_device/test_steps.py::test_each_way_of_training": 3,
     "runtime/fake_device/test_steps.py::test_models_by_many_ways": 0,
     "runtime/fake_device/test_steps.py::test_other_optimizers": 0,
     "runtime/fake_device/test_steps.py::test_the_numbers_are_those_of_ranks_on_the_host": 2,
