@@ -195,14 +195,21 @@ def write_op(
     """Insert an op at the graph's insert point and return its node.
 
     It takes its module and source line from `like`, and its dtype too unless one is given. It requires a gradient if
-    any of its operands does.
+    any of its operands does. A tensor made from sizes alone gets a device, as traced ones have: programs make it on
+    their own. Numbers may stay on the host.
     """
     new = graph.call_function(target, args, dict(kwargs or {}))
+    if shape and not operands(new) and isinstance(target, torch._ops.OpOverload) and _makes(target):
+        new.kwargs = {"device": torch.device("cpu"), **new.kwargs}
     new.meta = {key: value for key, value in like.meta.items() if key in ("nn_module_stack", "stack_trace", CALL)}
     kind = infos(like)[0].dtype if dtype is None else dtype
     grad = is_float(kind) and any(t.requires_grad for o in operands(new) for t in infos(o))
     new.meta["info"] = TensorInfo(tuple(map(plain, shape)), kind, grad)
     return new
+
+
+def _makes(op: torch._ops.OpOverload) -> bool:
+    return any(argument.name == "device" for argument in op._schema.arguments)
 
 
 def is_float(dtype: torch.dtype) -> bool:

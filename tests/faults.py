@@ -196,6 +196,13 @@ FAULTS: dict[str, dict[str, str]] = {
         "unchecked versions": "a saved tensor that stays on the device is written, and its version not checked",
         "experts chosen anew": "recomputation routes again, and a tie falls to another expert than in the first pass",
     },
+    "devices": {
+        "a constant on the host": "a program computes with a tensor that stayed on the host",
+        "a collective of the host's tensors": "a collective is given a tensor of the host",
+        "the host waits in a step": "each microbatch waits for a number of the device, so no kernel is queued ahead",
+        "a copy from pageable memory": "a copy to the device makes the host wait until it is done",
+        "gradients still on their way": "the host reads memory to which the device copies, or writes what it reads",
+    },
     "tensor parallel": {
         "a bias on every rank": "the bias of a row-split product is added once per rank",
         "a norm's gradient not summed": "norms and biases over a split sequence keep their own rank's partial value",

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from autoptd.errors import RuntimeFault
 from autoptd.ops.group import Group
+from autoptd.ops.transfer import on_device
 
 
 class Experts:
@@ -51,7 +52,7 @@ class Experts:
 
         Raises RuntimeFault, on all ranks, if their x differ in another size.
         """
-        here = torch.tensor([x.shape] * self.group.size, device=x.device)
+        here = on_device(torch.tensor([x.shape] * self.group.size), torch.int64, x.device)
         both = torch.stack((here, self.group.all_to_all(here))).cpu()
         others = [i for i in range(x.ndim) if i != rows]
         if not torch.equal(both[0, :, others], both[1, :, others]):
@@ -63,7 +64,7 @@ class Experts:
 
     def own_ends(self, ends: Tensor, route: Tensor) -> Tensor:
         """Return the ends of the own experts' rows after `dispatch`, in the form of `ends`."""
-        return route[1].sum(0).cumsum(0).to(ends)
+        return on_device(route[1].sum(0).cumsum(0), ends.dtype, ends.device)
 
     def dispatch(self, x: Tensor, route: Tensor, *, rows: int = 0, experts: int | None = None) -> Tensor:
         """Send rows [r, ...], sorted by expert, to their experts' ranks; return those of the own experts, sorted.
@@ -130,7 +131,7 @@ class _Moved(torch.autograd.Function):
 def _move(x: Tensor, group: Group, route: Tensor, back: bool) -> Tensor:
     counts = route.numpy()  # several times as fast as torch on a few numbers
     here, there = counts.sum(2).tolist()
-    order = _by_expert(counts[1]).to(x.device)
+    order = on_device(_by_expert(counts[1]), torch.int64, x.device)
     if back:
         return group.exchange(torch.empty_like(x).index_copy_(0, order, x), there, here)
     return group.exchange(x.contiguous(), here, there)[order]

@@ -279,7 +279,7 @@ def expert_mm(x: Tensor, weight: Tensor, ends: Tensor, tp: Axis) -> Tensor:
     """
     count = weight.shape[0]
     ends = torch.cat((ends.new_zeros(1), ends))[tp.rank * count : (tp.rank + 1) * count + 1]
-    first, last = int(ends[0]), int(ends[-1])
+    first, last = torch.stack((ends[0], ends[-1])).tolist()
     return F.pad(grouped_mm(x[first:last], weight, ends[1:] - first), (0, 0, first, x.shape[0] - last))
 
 
@@ -288,35 +288,40 @@ class _GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return _per_group(x, weight, ends)
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = _group_sizes(ends)
+        return _per_group(x, weight, ctx.sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, ends = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         wanted_x, wanted_weight, _ = ctx.needs_input_grad
-        to_x = _per_group(grad, weight.transpose(1, 2), ends) if wanted_x else None
+        to_x = _per_group(grad, weight.transpose(1, 2), ctx.sizes) if wanted_x else None
         to_weight = torch.zeros_like(weight) if wanted_weight else None
         if to_weight is not None:
-            for rows, to_rows, out in zip(_groups(x, ends), _groups(grad, ends), to_weight.unbind(), strict=False):
+            groups = zip(_groups(x, ctx.sizes), _groups(grad, ctx.sizes), to_weight.unbind(), strict=False)
+            for rows, to_rows, out in groups:
                 if rows.shape[0]:
                     torch.mm(rows.t(), to_rows, out=out)
         return to_x, to_weight, None
 
 
-def _per_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _per_group(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
     result = x.new_zeros(x.shape[0], weight.shape[2])
-    for rows, own, out in zip(_groups(x, ends), weight.unbind(), _groups(result, ends), strict=False):
+    for rows, own, out in zip(_groups(x, sizes), weight.unbind(), _groups(result, sizes), strict=False):
         if rows.shape[0]:
             torch.mm(rows, own, out=out)
     return result
 
 
-def _groups(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of each group; none on meta, where they are unknown and only shapes matter."""
+def _group_sizes(ends: Tensor) -> list[int]:
+    """Read the rows of each group, on the host; none on meta, where they are unknown and only shapes matter."""
     last = [] if ends.is_meta else ends.tolist()
-    sizes = [b - a for a, b in zip([0, *last], last, strict=False)]
+    return [b - a for a, b in zip([0, *last], last, strict=False)]
+
+
+def _groups(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     return x.split_with_sizes([*sizes, x.shape[0] - sum(sizes)])[:-1]
 
 

@@ -62,9 +62,9 @@ class _OnHost:
 class _HostCopy:
     """The bytes of a storage in host memory; on the device again from the first to the last read of its views."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         self.origin = StorageWeakRef(storage)  # while it exists, no other storage has the same address
-        self.device, self.host = storage.device, _to_host(_bytes_of(storage))
+        self.device, self.host = device, _to_host(_bytes_of(storage, device))
         self.back: torch.UntypedStorage | None = None
         self.unread = 0  # views that backward has not read
 
@@ -97,7 +97,7 @@ class _OffloadedCall:
             return _OnDevice(x.detach(), x._version)
         key = storage._cdata, x._version
         if key not in self.copies:
-            self.copies[key] = _HostCopy(storage)
+            self.copies[key] = _HostCopy(storage, x.device)
         return self.copies[key].view(x)
 
     @staticmethod
@@ -115,9 +115,9 @@ class _OffloadedCall:
         self.copies.clear()
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     with torch.no_grad():
-        made = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        made = torch.empty(0, dtype=torch.uint8, device=device)
         return made.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
 
 

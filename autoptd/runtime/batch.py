@@ -102,7 +102,7 @@ def check_specs(batch: Mapping[str, Tensor], specs: Mapping[str, InputSpec]) -> 
                 where=name,
                 fix="give the shape that the model was traced with: " + spec.text,
             )
-        if spec.value and bool((x.reshape(x.shape[0], -1) != x.new_tensor(spec.value)).any()):
+        if spec.value and bool((x.reshape(x.shape[0], -1).cpu() != torch.tensor(spec.value, dtype=x.dtype)).any()):
             raise InputsError(
                 f"a sample of {name!r} is not {_short(spec.value)}, which the program was made for: the model reads "
                 "these numbers in Python",
@@ -160,14 +160,6 @@ def stand_in(specs: Mapping[str, InputSpec], samples: int) -> dict[str, Tensor]:
     """Return zeros of the planned sizes, for a rank without a valid batch that must still join the step."""
     lead = (samples,)
     return {n: torch.zeros(lead[: spec.lead] + spec.sizes, dtype=spec.dtype) for n, spec in specs.items()}
-
-
-def on_device(numbers: Tensor | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device. Does not wait for a GPU, as a copy of unpinned memory does."""
-    found = torch.as_tensor(numbers, dtype=dtype)
-    if device.type == "cuda" and found.device.type == "cpu":
-        return found.pin_memory().to(device, non_blocking=True)
-    return found.to(device)
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:

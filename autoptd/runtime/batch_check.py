@@ -23,6 +23,7 @@ from torch import Tensor
 from autoptd.errors import InputsError
 from autoptd.layout.layout import Layout
 from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
+from autoptd.ops.transfer import on_device
 from autoptd.runtime.batch import (
     Microbatch,
     by_sample,
@@ -31,7 +32,6 @@ from autoptd.runtime.batch import (
     check_written,
     cut_batch,
     digest,
-    on_device,
     sample_count,
     stand_in,
 )

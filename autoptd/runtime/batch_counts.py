@@ -19,7 +19,7 @@ the end of the step: every rank has the sums of all stages, and ranks that hold 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from autoptd.ops.group import Group
 from autoptd.ops.stage import Count, Stage
-from autoptd.runtime.batch import Microbatch
+from autoptd.ops.transfer import on_device
+from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.comm.interfaces import Communicators
 
 
@@ -61,7 +62,9 @@ class _Counts:
 
     def _begin(self) -> None:
         """Count this rank's microbatches and start the all-gather of a round."""
-        rows = [[x.to(self.device, torch.float64).reshape(-1) for x in self._row(mb)] for mb in self.microbatches]
+        rows = [
+            [on_device(x, torch.float64, self.device).reshape(-1) for x in self._row(mb)] for mb in self.microbatches
+        ]
         own = self._combined(torch.stack(list(map(torch.cat, rows))))
         self.gathered = own.new_empty(self.dp.size * own.numel())
         self.handle = self.dp.all_gather_later(self.gathered, own)
@@ -110,11 +113,20 @@ class LossTotal:
     first: int = 0
 
     @staticmethod
-    def of(stage: Stage, device: torch.device, samples: int = 0, first: int = 0) -> LossTotal:
-        """Return the total of no microbatch; `samples` of the whole batch, for a loss that reads rows."""
+    def of(stage: Stage, c: Communicators, microbatches: Sequence[Microbatch]) -> LossTotal:
+        """Return the total of none of a rank's microbatches. A collective over dp if the stage's loss reads rows."""
+        samples = first = 0
+        if stage.row_width:
+            own = on_device([sum(map(sample_count, microbatches))], torch.int64, c.device)
+            shares = c.dp.all_gather(own).flatten().tolist()
+            samples, first = sum(shares), sum(shares[: c.dp.rank])
         size = stage.partial_sums + samples * stage.row_width
-        values = torch.zeros((size,) if size else (), dtype=torch.float64, device=device)
+        values = torch.zeros((size,) if size else (), dtype=torch.float64, device=c.device)
         return LossTotal(values, stage.partial_sums, stage.row_width, first)
+
+    def anew(self) -> LossTotal:
+        """Return the total of no microbatch, for a further pass over the same batch."""
+        return replace(self, values=torch.zeros_like(self.values))
 
     def add(self, share: Tensor, sample: int) -> None:
         """Add the share of a microbatch whose first sample is `sample` of this dp rank."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.random import dropout_mask
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import from_slices
-from autoptd.runtime.batch import Microbatch, on_device, sample_count
+from autoptd.ops.transfer import on_device
+from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement, check_evaluates
 from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal, start_counts
 from autoptd.runtime.comm.interfaces import Communicators
@@ -128,10 +130,11 @@ class Trainer:
         self._buffers.start_step()
         counts = self._global_counts(microbatches)
         outcome: list[Tensor] = []
-        total, loss_of_sums = self._loss_total(microbatches), self._loss_of_sums(counts)
+        total = LossTotal.of(self.stages[-1], self.communicators, microbatches)
+        loss_of_sums = self._loss_of_sums(counts)
         sums = BatchSums(self.stages, self.layout.sums, counts, self.communicators.device)
         if self.layout.sums_ahead:
-            ahead = self._forward(microbatches, counts)
+            ahead = self._forward(microbatches, counts, total.anew())
             if loss_of_sums is not None:
                 loss_of_sums.take(ahead)
         origins: list[str] = []
@@ -140,7 +143,8 @@ class Trainer:
             loss = total.values if loss_of_sums is None else loss_of_sums.share()
             outcome.append(self._finish(loss, sums))
             if self.finite.fatal:  # before GATHER, which overwrites each rank's own copy of the parameters
-                origins.append(origin(self.stages, self.communicators, lambda: self._forward(microbatches, counts)))
+                again = partial(self._forward, microbatches, counts, total.anew())
+                origins.append(origin(self.stages, self.communicators, again))
 
         end = {
             "REDUCE": self._buffers.finish_reduction,
@@ -169,15 +173,6 @@ class Trainer:
             stage.shared_inputs = {name: found[0][name] for name in self.layout.shared}
         return found
 
-    def _loss_total(self, microbatches: Sequence[Microbatch]) -> LossTotal:
-        """Return the accumulator of the last stage's loss. A collective over dp, if that loss reads rows of samples."""
-        last, dp, device = self.stages[-1], self.communicators.dp, self.communicators.device
-        if not last.row_width:
-            return LossTotal.of(last, device)
-        own = on_device([sum(map(sample_count, microbatches))], torch.int64, device)
-        shares = dp.all_gather(own).flatten().tolist()
-        return LossTotal.of(last, device, sum(shares), sum(shares[: dp.rank]))
-
     def _loss_of_sums(self, counts: Callable[[], tuple[Tensor, ...]]) -> LossOfSums | None:
         last = self.stages[-1]
         reads = last.is_last and (last.partial_sums or last.row_width)
@@ -185,10 +180,14 @@ class Trainer:
 
     @torch.no_grad()
     def _forward(
-        self, microbatches: list[Microbatch], counts: Callable[[], tuple[Tensor, ...]], counted: int | None = None
+        self,
+        microbatches: list[Microbatch],
+        counts: Callable[[], tuple[Tensor, ...]],
+        loss: LossTotal,
+        counted: int | None = None,
     ) -> Tensor:
-        """Run forward passes only; return the sum of the last stage's results over the first `counted` microbatches."""
-        mesh, loss = self.layout.mesh, self._loss_total(microbatches[:counted])
+        """Run forward passes only; add the last stage's results over the first `counted` microbatches to `loss`."""
+        mesh = self.layout.mesh
         lists = with_communication(forward_only(mesh.pp, len(microbatches), mesh.virtual), mesh.route)
         self._executor.run(lists[self.communicators.stage], microbatches, counts, loss, {}, counted=counted)
         return loss.values
@@ -206,7 +205,8 @@ class Trainer:
         own = len(microbatches)
         counts = self._global_counts(microbatches)
         microbatches += microbatches[-1:] * (self.most_microbatches(own) - own)
-        loss = self._forward(microbatches, counts, counted=own)
+        total = LossTotal.of(self.stages[-1], self.communicators, microbatches[:own])
+        loss = self._forward(microbatches, counts, total, own)
         if (loss_of_sums := self._loss_of_sums(counts)) is not None:
             loss_of_sums.take(loss)
             loss = loss_of_sums.share()
@@ -262,7 +262,7 @@ class Trainer:
         own_used = self._buffers.used()
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
         flags = on_device([name in own_used for name in self._trainable], torch.float64, device)
-        norm = squared_norm(self._pieces).to(device)
+        norm = on_device(squared_norm(self._pieces), torch.float64, device)
         parts = (loss.view(1), norm.view(1), self._inputs.row(), flags, sums.own)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
         agreed, summed = agreed.split((len(agreed) - len(sums.own), len(sums.own)))

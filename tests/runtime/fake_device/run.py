@@ -1,0 +1,123 @@
+"""All ranks of a plan, in turn, on one GPU in name: steps under the rules of `device.py`."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from autoptd.api import Parallel
+from autoptd.ops import offload
+from autoptd.runtime.batch import share_of
+from autoptd.runtime.comm import threaded
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.trainer import Trainer
+from tests.runtime.fake_device.allowed import EVALUATED, FIRST, LATER, allowed
+from tests.runtime.fake_device.device import CUDA, CudaTensor, Device, Place, WrongDevice, _tensors, labelled
+
+
+@contextmanager
+def gpu(device: Device) -> Iterator[None]:
+    """Replace what torch refuses without CUDA, for all threads, and check the tensors of collectives."""
+    stream = SimpleNamespace(synchronize=device.synchronise)
+    with ExitStack() as patches:
+        for name, by in {
+            "current_stream": lambda *_: stream,
+            "synchronize": lambda *_: device.synchronise(),
+            "get_device_capability": lambda *_: (9, 0),
+        }.items():
+            patches.enter_context(patch.object(torch.cuda, name, by))
+        patches.enter_context(patch.object(offload, "Tensor", CudaTensor))  # subclasses would stay on the device
+        patches.enter_context(patch.object(threaded, "connect", _within(device, threaded.connect)))
+        for kind in (threaded.LockstepGroup, threaded.LockstepChannel):
+            patches.enter_context(patch.object(kind, "_start", _checked(kind._start)))
+        yield
+
+
+def _within(device: Device, connect: Callable[..., Communicators]) -> Callable[..., Communicators]:
+    def within(*args: Any) -> Communicators:
+        with device:
+            return connect(*args)
+
+    return within
+
+
+def _checked(start: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(self: Any, what: str, *args: Any) -> Any:
+        for x in _tensors([arg for arg in args if isinstance(arg, (Tensor, tuple))]):
+            if not isinstance(x, CudaTensor):
+                raise WrongDevice(f"{what} of {self.name} gets {x.dtype} {list(x.shape)} of the host")
+        return start(self, what, *args)
+
+    return checked
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Results of the steps of all ranks of a plan."""
+
+    losses: tuple[float, ...]  # one per step, then that of the evaluation
+    waits: tuple[tuple[Counter[Place], ...], ...]  # by rank and step: where the host waited or copied
+    ops: int  # of the device, of all ranks and steps
+
+
+def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates: bool = False) -> Ran:
+    """Train one step per global batch on all ranks: the first is given in pinned memory, later ones on the device.
+
+    `evaluates`: the last batch is evaluated after its step. Raises DeviceFault.
+    """
+    layout, device = parallel.layout, Device(allowed)
+    values = parallel.initial_values()
+
+    def body(communicators: Communicators) -> tuple[list[float], tuple[Counter[Place], ...]]:
+        losses, met = [], []
+        with device:
+            mine = copy.copy(parallel)
+            mine.start(communicators, values)
+            for number, batch in enumerate(batches):
+                flat = layout.nest.flat(batch)
+                share = share_of(flat, layout.specs, mine.dp_rank, mine.dp_size)
+                share = {name: labelled(x) if number else device.pin(x.clone()) for name, x in share.items()}
+                device.begin(LATER if number else FIRST)
+                loss = mine.train_step(share)
+                met.append(device.end())
+                losses.append(float(loss))
+            if evaluates:
+                device.begin(EVALUATED)
+                losses.append(float(mine.eval_step(share)))
+                met.append(device.end())
+            assert not (found := strays(mine._running)), f"on the host: {found}"
+        return losses, tuple(met)
+
+    with gpu(device):
+        try:
+            results = threaded.run_lockstep(layout.mesh, body, in_turn=True, device=CUDA)
+        except Exception as error:  # noqa: BLE001  the ranks wrap what they raise
+            raise _root(error) from None
+    return Ran(tuple(results[0][0]), tuple(met for _, met in results), device.ops)
+
+
+def _root(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _root(error.__cause__)
+
+
+def strays(trainer: Trainer) -> list[str]:
+    """Return the names of a rank's tensors that are not where the plan has them."""
+    found = [name for name, x in trainer.tensors.items() if not isinstance(x, CudaTensor)]
+    for piece in trainer.pieces:
+        hosted = piece.host_grad is not None
+        state = {k: x for k, x in trainer.optimizer.state.get(piece.param, {}).items() if x.ndim}
+        for what, x in {"main copy": piece.param, **state}.items():
+            if isinstance(x, CudaTensor) == hosted:
+                found.append(f"{what} of {piece.name}")
+        if not isinstance(piece.grad, CudaTensor):
+            found.append(f"gradient of {piece.name}")
+    return found
