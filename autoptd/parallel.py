@@ -24,6 +24,7 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.out_of_memory import explained, resident_bytes
+from autoptd.passes.analysis.pictures import pixels_of
 from autoptd.passes.custom_grad.ops import described
 from autoptd.passes.objectives.metrics import Metrics
 from autoptd.planned_model import PlannedModel
@@ -88,7 +89,7 @@ class Parallel(Evaluating, Saving):
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # the last step's
         self._terms: dict[str, Tensor] = {}  # of it, float64
-        self._meter = meter_of(plan)
+        self._meter = meter_of(plan, pixels_of(source.folded.traced))
         self._programs = EvaluationPrograms()
         self._evaluators: dict[Hashable, tuple[Metrics, Evaluator]] = {}
 

@@ -28,21 +28,24 @@ class StepReport:
     memory_bytes: int
     averaged: bool = False  # the loss is the mean of per-microbatch losses, not that of the batch
     unit: str = "tokens"  # that `units_per_s` counts, or "samples" of a model without a sequence
+    pixels_per_s: float = 0.0  # of a model whose convolutions read pictures
 
     def to_data(self) -> dict[str, float]:
         """Return the numbers for a logger.
 
         `for name, value in report.to_data().items(): writer.add_scalar(name, value, report.step)`
         """
-        numbers = {name: value for name, value in asdict(self).items() if name not in ("averaged", "unit")}
+        left_out = {"averaged", "unit"} if self.pixels_per_s else {"averaged", "unit", "pixels_per_s"}
+        numbers = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {(f"{self.unit}_per_s" if name == "units_per_s" else name): value for name, value in numbers.items()}
 
     def __str__(self) -> str:
         memory = f"  {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
         loss = f"loss {self.loss:.4f}" + " per microbatch" * self.averaged
+        pixels = f"  {_count(self.pixels_per_s)} pixels/s" if self.pixels_per_s else ""
         return (
             f"step {self.step:6}  {loss}  |g| {self.grad_norm:.3g}  lr {self.learning_rate:.3g}  "
-            f"{self.seconds:.3g} s  {_count(self.units_per_s)} {self.unit}/s  MFU {self.mfu:.1%}{memory}"
+            f"{self.seconds:.3g} s  {_count(self.units_per_s)} {self.unit}/s{pixels}  MFU {self.mfu:.1%}{memory}"
         )
 
 
@@ -50,14 +53,20 @@ class Meter:
     """Counts steps and seconds between reports."""
 
     def __init__(
-        self, units: float, flops: float, peak_flops_per_s: float, averaged: bool = False, unit: str = "tokens"
+        self,
+        units: float,
+        flops: float,
+        peak_flops_per_s: float,
+        averaged: bool = False,
+        unit: str = "tokens",
+        pixels: float = 0.0,
     ) -> None:
-        """`units` (as `unit` says), `flops`: of one step over all devices; `peak_flops_per_s`: the sum over devices.
+        """`units` (as `unit` says), `flops`, `pixels`: of one step; `peak_flops_per_s`: the sum over devices.
 
         `averaged`: the loss is the mean of per-microbatch losses.
         """
         self.step, self._averaged, self._unit = 0, averaged, unit
-        self._units, self._flops, self._peak = units, flops, peak_flops_per_s
+        self._units, self._flops, self._peak, self._pixels = units, flops, peak_flops_per_s, pixels
         self._since, self._from = 0, time.perf_counter()
 
     def count(self) -> None:
@@ -96,6 +105,7 @@ class Meter:
             memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             averaged=self._averaged,
             unit=self._unit,
+            pixels_per_s=self._pixels / seconds,
         )
 
 
@@ -112,10 +122,11 @@ def _count(x: float) -> str:
     return f"{x:.3g}"
 
 
-def meter_of(plan: PlanData) -> Meter:
+def meter_of(plan: PlanData, pixels: int = 0) -> Meter:
+    """Return the meter of a plan. `pixels`: of a sample."""
     ranks = plan.cluster.pool_ranks(plan.world)
     peak = sum(
         n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)
     )
     averaged = plan.loss_averaging != "global"
-    return Meter(plan.units_per_step, plan.predicted.model_flops_per_step, peak, averaged, plan.unit)
+    return Meter(plan.units_per_step, plan.predicted.model_flops_per_step, peak, averaged, plan.unit, plan.batch * pixels)

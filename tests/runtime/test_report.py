@@ -83,3 +83,31 @@ def test_a_running_program_reports() -> None:
     assert found.unit == "samples" and "samples/s" in str(found), "a model without a sequence has no tokens"
     assert found.to_data()["samples_per_s"] == found.units_per_s and "tokens_per_s" not in found.to_data()
     assert [len(batch) for batch in parallel.sampler(9)] == [4, 4]
+
+
+class Pictures(nn.Module):
+    """A classifier of pictures; a flat one has no convolution."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.read = nn.Linear(6 * 8, 4) if flat else nn.Conv2d(3, 4, 3, padding=1)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x - 0.5) / 0.25
+        y = self.read(x.flatten(2)).mean(1) if isinstance(self.read, nn.Linear) else self.read(x).mean((2, 3))
+        return self.head(y)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_pictures_count_in_pixels_too(flat: bool) -> None:
+    x, y = torch.rand(4, 3, 6, 8), torch.tensor([0, 1, 0, 1])
+    asked = {"inputs": {"x": x[:2]}, "loss": nn.CrossEntropyLoss(), "targets": y[:2], "precision": "fp32"}
+    par = autoptd.parallelize(Pictures(flat), world=1, batch=4, **asked)  # type: ignore[arg-type]
+    par.train_step({"x": x, "targets": y})
+    found = par.report()
+    if flat:
+        assert found.pixels_per_s == 0 and "pixels" not in str(found) and "pixels_per_s" not in found.to_data()
+    else:
+        assert found.pixels_per_s == pytest.approx(found.units_per_s * 6 * 8)
+        assert found.to_data()["pixels_per_s"] == found.pixels_per_s and " pixels/s" in str(found)
