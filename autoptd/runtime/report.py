@@ -129,4 +129,6 @@ def meter_of(plan: PlanData, pixels: int = 0) -> Meter:
         n * pool.device.matmul_flops_per_s.of(plan.precision) for n, pool in zip(ranks, plan.cluster.pools, strict=True)
     )
     averaged = plan.loss_averaging != "global"
-    return Meter(plan.units_per_step, plan.predicted.model_flops_per_step, peak, averaged, plan.unit, plan.batch * pixels)
+    return Meter(
+        plan.units_per_step, plan.predicted.model_flops_per_step, peak, averaged, plan.unit, plan.batch * pixels
+    )

@@ -18,6 +18,7 @@ from autoptd.search.meshes import OFFLOAD, Candidate
 from autoptd.search.sharding.problem import SplitProblem
 
 _SHOWN = 4  # stages listed one by one
+_NAMED = 4  # clusters with enough memory, the smallest first
 _LESS_ON_HOST = "less offload of optimizer state (offload) or activations (recompute), or more ranks"
 _GIB = 2**30
 
@@ -209,6 +210,9 @@ def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Colle
     if "headroom" not in fixed and max(closest.missing_bytes) * (1 - memory.headroom) <= free_bytes:
         remedies.append("fixing headroom to 0: then it fits as predicted, but may run out of memory")
     needed = (closest.budget_bytes + memory.cluster.device.context_bytes) / (1 - memory.headroom)
-    larger = [n for n in Cluster.names() if Cluster.load(n).device.memory_bytes >= needed]
-    which = f" ({', '.join(larger)})" if larger else ""
+    shipped = [(Cluster.load(name).device, name) for name in Cluster.names()]
+    alike = sorted((d.memory_bytes, name) for d, name in shipped if d.kind == memory.cluster.device.kind)
+    larger = [name for size, name in alike if size >= needed]
+    more = f" and {len(larger) - _NAMED} more" if len(larger) > _NAMED else ""
+    which = f" ({', '.join(larger[:_NAMED])}{more})" if larger else ""
     return [*remedies, f"devices of {math.ceil(10 * needed / _GIB) / 10:.1f} GiB{which}"]

@@ -44,14 +44,19 @@ QUESTIONS = {
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
-@pytest.fixture(scope="module")
-def plans() -> dict[str, Plan]:
-    found = {}
-    for name, question in QUESTIONS.items():
+class Plans(dict[str, Plan]):
+    """Plans of `QUESTIONS` by name, each made when it is first asked for."""
+
+    def __missing__(self, name: str) -> Plan:
         model, _ = load_model(name)
-        given = {"cluster": "dgx-h100", "others": name == "t5-3b", **question}
-        found[name] = autoptd.plan(model, **given).model_copy(update={"model": name})
-    return found
+        given = {"cluster": "dgx-h100", "others": name == "t5-3b", **QUESTIONS[name]}
+        self[name] = autoptd.plan(model, **given).model_copy(update={"model": name})
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def plans() -> Plans:
+    return Plans()
 
 
 class Page(HTMLParser):
