@@ -152,6 +152,15 @@ def pins_text(title: str, rows: Sequence[DroppedPins], width: int = WIDTH) -> st
     return render([*parts, *_remarks(rows)], width)
 
 
+def pin_rows(rows: Sequence[DroppedPins]) -> list[tuple[str, str, str, str]]:
+    """Return (dropped, step, cost, plan without it) of each row in words, for the page of a plan."""
+    return [
+        (_dropped(row), step, f"{cost} {share}".strip(), _instead(row))
+        for row in rows
+        for step, cost, share in [_cells(row)]
+    ]
+
+
 def _dropped(row: DroppedPins) -> str:
     alone = len(row.pins) == 1
     return row.what if alone or row.what == "all constraints" else f"{row.what}: {', '.join(p.name for p in row.pins)}"

@@ -19,6 +19,7 @@ from autoptd.errors import DoesNotFit
 from autoptd.outputs import refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
+    from autoptd.answers.constraint_costs import DroppedPins
     from autoptd.answers.query import PlanQuery
     from autoptd.plans.model import Plan
     from autoptd.progress import Progress
@@ -131,19 +132,25 @@ def _one(arguments: argparse.Namespace, query: PlanQuery, progress: Progress) ->
     plan = replace(query, batch=arguments.batch).plan(progress)  # without a batch, the plan notes its default
     if arguments.out:
         plan.save(arguments.out)
+    pins: list[DroppedPins] = []
+    if arguments.pins or (arguments.html and arguments.fix):
+        from autoptd.answers.constraint_costs import pin_costs
+
+        pins = pin_costs(query, plan, progress)
     if arguments.html:
+        from autoptd.answers.constraint_costs import pin_rows
         from autoptd.answers.op_alternatives import parameter_reasons
 
         costs, reasons = cost_question(arguments), parameter_reasons(plan, query.traced, progress)
-        write_whole(Path(arguments.html), plan.to_html(reasons, costs))
+        write_whole(Path(arguments.html), plan.to_html(reasons, costs, pin_rows(pins)))
     if arguments.sensitivity:
         from autoptd.answers.sensitivity import sensitivity, sensitivity_text
 
         return _show_rows(arguments, query, plan, "reactions", sensitivity(query, plan, progress), sensitivity_text)
     if arguments.pins:
-        from autoptd.answers.constraint_costs import pin_costs, pins_text
+        from autoptd.answers.constraint_costs import pins_text
 
-        return _show_rows(arguments, query, plan, "without", pin_costs(query, plan, progress), pins_text)
+        return _show_rows(arguments, query, plan, "without", pins, pins_text)
     costs = cost_question(arguments)
     if arguments.json and costs.is_asked:
         print_json({"plan": json.loads(plan.to_json()), "cost": costs.of(plan).to_data()})

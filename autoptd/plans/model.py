@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError, model_validator
@@ -69,12 +69,18 @@ class Plan(PlanData):
         """Return a text that compares this plan with another, term by term."""
         return compare(self, other)
 
-    def to_html(self, reasons: Mapping[str, str] | None = None, costs: CostQuestion = AS_STATED) -> str:
+    def to_html(
+        self,
+        reasons: Mapping[str, str] | None = None,
+        costs: CostQuestion = AS_STATED,
+        constraints: Sequence[tuple[str, str, str, str]] = (),
+    ) -> str:
         """Return the report of this plan: one HTML page that asks for nothing else.
 
         reasons: parameter -> why it is placed as it is, from `answers.op_alternatives.parameter_reasons`. costs: a
-        price, and the length of a run, as `cost` takes them."""
-        return plan_page(self, reasons, costs)
+        price, and the length of a run, as `cost` takes them. constraints: what each costs, from
+        `answers.constraint_costs.pin_rows`."""
+        return plan_page(self, reasons, costs, constraints)
 
     def __repr__(self) -> str:
         return f"<Plan {brief(self)}>"

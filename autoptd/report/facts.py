@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,16 @@ class Tile:
     note: str = ""
 
 
-def facts(plan: PlanData, reasons: Mapping[str, str] | None = None, costs: CostQuestion = AS_STATED) -> dict[str, Any]:
+def facts(
+    plan: PlanData,
+    reasons: Mapping[str, str] | None = None,
+    costs: CostQuestion = AS_STATED,
+    constraints: Sequence[tuple[str, str, str, str]] = (),
+) -> dict[str, Any]:
     """Return everything that a page shows of a plan, by section.
 
-    `reasons`: what the other placements of each parameter would cost, in words. `costs`: the price, and the run."""
+    `reasons`: what the other placements of each parameter would cost, in words. `costs`: the price, and the run.
+    `constraints`: what is dropped, the step without it, what that costs, and the plan without it, in words."""
     costed = cost_lines(costs.of(plan))
     return {
         "title": headline(plan),
@@ -72,6 +78,7 @@ def facts(plan: PlanData, reasons: Mapping[str, str] | None = None, costs: CostQ
         "has_reasons": bool(reasons),
         "others": list(_others(plan)),
         "why": list(why(plan)),
+        "constraints": constraints,
         "several_devices": bool(plan.cluster.others),
         "limits": list(limits(plan)),
         "twice": twice(plan),

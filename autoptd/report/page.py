@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -20,12 +20,17 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def plan_page(plan: PlanData, reasons: Mapping[str, str] | None = None, costs: CostQuestion = AS_STATED) -> str:
-    """Return the report of a plan as one self-contained HTML page; `reasons` and `costs` are those of `facts`."""
+def plan_page(
+    plan: PlanData,
+    reasons: Mapping[str, str] | None = None,
+    costs: CostQuestion = AS_STATED,
+    constraints: Sequence[tuple[str, str, str, str]] = (),
+) -> str:
+    """Return the report of a plan as one self-contained HTML page; the other arguments are those of `facts`."""
     return (
         _environment()
         .get_template("plan.html")
-        .render(facts(plan, reasons, costs), drawing=_script_data(drawing(plan)))
+        .render(facts(plan, reasons, costs, constraints), drawing=_script_data(drawing(plan)))
     )
 
 

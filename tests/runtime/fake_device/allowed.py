@@ -44,6 +44,12 @@ ALLOWED: dict[Place, Wait] = {
         most=1,
     ),
     ("runtime/trainer.py", "eval_step"): Wait("once an evaluated batch", "the loss is returned", (EVALUATED,), most=1),
+    ("runtime/report.py", "_synchronise"): Wait(
+        "twice an evaluated batch",
+        "queued steps are training, and evaluations are not, in the rates of a report",
+        (EVALUATED,),
+        most=2,
+    ),
     ("runtime/trainer.py", "most_microbatches"): Wait(
         "once an evaluated batch, if its forward passes communicate over dp",
         "ranks with fewer microbatches than others run as many",
