@@ -21,6 +21,11 @@ def children(parent: int, world: int) -> range:
     return range(first, max(first, min(first + _CHILDREN, world)))
 
 
+def parent(child: int) -> int:
+    """Return the rank above one of the tree, which is not its root."""
+    return (child - 1) // _CHILDREN
+
+
 @dataclass(frozen=True)
 class Waits:
     """The status of some ranks, merged."""

@@ -159,10 +159,10 @@ def test_a_rank_that_has_ended_does_not_keep_a_job_from_its_end(monkeypatch: pyt
     for rank in (0, 2):
         monkeypatch.setattr(job.watches[rank]._poller, "_exchange", lambda: None)
         monkeypatch.setattr(job.watches[rank], "_check_waiting", lambda: None)
-    for _ in range(8):
+    for _ in range(20):
         job.tick()
-    job.now += LIMITS.stuck_s - 6
-    for _ in range(6):
+    job.now += LIMITS.stuck_s - 30
+    for _ in range(15):
         job.tick()
     cause = job.watches[5].cause
     assert cause is not None and "waits for ranks 0, 1" in cause.what and "every other" not in cause.what, cause
