@@ -11,7 +11,7 @@ by itself updates it without communication. Other copies (ZeRO 0, HSDP), and sta
 same with the same values.
 
 A rank computes what concerns its own copies, in time proportional to the parameters: parts of a parameter are listed at
-its owner alone, and copies that no choice has told apart share their choices.
+its owner alone, and copies that are still alike share their choices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who waits and who keeps others waiting, of all ranks: merged along a tree, so that no rank reads all heartbeats.
+"""Status of all ranks, merged along a tree: which wait, and which keeps them waiting. No rank reads all heartbeats.
 
 rank r     reads the heartbeats of ranks 32 r + 1 to 32 r + 32 each tick; its own has them merged with itself
 rank 0's   is about all ranks, a few ticks ago
