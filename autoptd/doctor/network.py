@@ -23,6 +23,7 @@ from autoptd.profile.network import Network
 from autoptd.profile.record import Case, Measurement
 from autoptd.profile.timing import timer
 from autoptd.runtime.comm.listening import is_one_address
+from autoptd.runtime.faults.waits import children, parent
 
 _SIZES = 8 * 1024, 16 * 1024 * 1024  # bytes: one for latency, one for bandwidth
 _SHARE_S = 0.5  # time for measuring one size
@@ -112,12 +113,20 @@ def _all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def check_clocks(group: dist.ProcessGroup) -> Finding:
-    """Compare the clocks of all ranks with rank 0's. A collective.
+    """Compare the clocks of all ranks with rank 0's, along a tree. A collective.
 
-    offset = theirs - (sent + received) / 2 of the fastest of several pings, exact to half its round trip.
+    offset = theirs - (sent + received) / 2 of the fastest of several pings, exact to half its round trip, plus that of
+    the rank above in the tree.
     """
-    offsets = {rank: _offset_s(rank, group) for rank in range(1, dist.get_world_size(group))}
-    return judged_clocks({rank: found for rank, found in offsets.items() if found is not None})
+    rank, world = dist.get_rank(), dist.get_world_size(group)
+    if rank:
+        _answer_pings(parent(rank), group)
+    found = _all_gather([_offset_s(other, group) for other in children(rank, world)], group)
+    offsets = {0: 0.0}
+    for above, each in enumerate(found):
+        offsets |= {other: offsets[above] + s for other, s in zip(children(above, world), each, strict=True)}
+    del offsets[0]
+    return judged_clocks(offsets)
 
 
 def judged_clocks(offsets_s: Mapping[int, float]) -> Finding:
@@ -131,21 +140,24 @@ def judged_clocks(offsets_s: Mapping[int, float]) -> Finding:
     return Finding("ok", "clocks", seen)
 
 
-def _offset_s(other: int, group: dist.ProcessGroup) -> float | None:
-    rank, answer = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
-    best: tuple[float, float] | None = None
+def _offset_s(other: int, group: dist.ProcessGroup) -> float:
+    """Return by how many seconds another rank's clock is ahead of this one's."""
+    answer, best = torch.zeros(1, dtype=torch.float64), (float("inf"), 0.0)
     for _ in range(_PINGS):
-        if rank == 0:
-            sent = time.time()
-            dist.send(answer, other, group=group)
-            dist.recv(answer, other, group=group)
-            took = time.time() - sent
-            best = min(best or (took, float("inf")), (took, float(answer) - sent - took / 2))
-        elif rank == other:
-            dist.recv(answer, 0, group=group)
-            answer.fill_(time.time())
-            dist.send(answer, 0, group=group)
-    return None if best is None else best[1]
+        sent = time.time()
+        dist.send(answer, other, group=group)
+        dist.recv(answer, other, group=group)
+        took = time.time() - sent
+        best = min(best, (took, float(answer) - sent - took / 2))
+    return best[1]
+
+
+def _answer_pings(other: int, group: dist.ProcessGroup) -> None:
+    answer = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_PINGS):
+        dist.recv(answer, other, group=group)
+        answer.fill_(time.time())
+        dist.send(answer, other, group=group)
 
 
 def check_shared(folder: Path, group: dist.ProcessGroup) -> Finding:

@@ -12,16 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import autoptd.cli.main as cli
+from autoptd.cli import doctor
 from autoptd.cost_models.cluster import Cluster
 from autoptd.doctor import files, network
 from autoptd.doctor.facts import Finding, Gpu, MachineFacts, gather
 from autoptd.doctor.machine import check_machine
 from autoptd.layout.mesh import Mesh
 from autoptd.profile.record import Case, Measurement
+from autoptd.profile.world import Place
+from autoptd.runtime.comm import members
 from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.members import group_of_members
+from autoptd.runtime.faults import waits
 from autoptd.testing.process_pool import ProcessPool
 from tests.sample_plan import sample_plan
 
@@ -199,7 +205,7 @@ def test_clocks_are_compared():
 
 def checks_between(_: Communicators, folder: str, port: int) -> list[str]:
     """Run the checks as one rank of two; rank 1 has another folder, and a clock that is ten seconds behind."""
-    group = dist.new_group(backend="gloo")
+    group = group_of_members("doctor", range(2), "gloo", lazy=True)
     rank = dist.get_rank()
     own = Path(folder) / str(rank)
     own.mkdir(exist_ok=True)
@@ -236,6 +242,36 @@ def test_two_processes(tmp_path: Path):
     assert first[3].startswith("ok   clocks")
     assert first[4].startswith("warn clocks: at most 10 s apart (rank 1)")
     assert first[5].startswith("FAIL port") and "cannot be reached by rank 1" in first[5]
+
+
+def late_clocks(_: Communicators) -> str:
+    """Compare the clocks of 6 ranks in a tree of 2 branches; those of ranks 1 and 4 are behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waits, "_CHILDREN", 2)
+        now, behind_s = network.time.time, {1: 50, 4: 90}.get(dist.get_rank(), 0)
+        patch.setattr(network.time, "time", lambda: now() - behind_s)
+        return network.check_clocks(group_of_members("clocks", range(6), "gloo", lazy=True)).seen
+
+
+@pytest.mark.ranks
+def test_clocks_are_compared_along_a_tree():
+    with ProcessPool(6) as pool:
+        assert set(pool.run(Mesh(dp=6), late_clocks)) == {"at most 90 s apart (rank 4)"}
+
+
+def test_the_command_makes_few_connections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """gloo connects each rank to all others, unless it is set to wait for a message."""
+    asked: list[tuple[Any, ...]] = []
+
+    def made(purpose: str, ranks: range, backend: str | None = None, *, lazy: bool = False) -> None:
+        asked.append((len(ranks), backend, lazy))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(members, "group_of_members", made)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 16_384)
+    with pytest.raises(RuntimeError, match="enough"):
+        list(doctor._together(Place(0, 16_384, 8, torch.device("cpu")), None, None, tmp_path, None))
+    assert asked == [(16_384, "gloo", True)]
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
+from autoptd.runtime.faults.waits import children
 
 _KEYS = "autoptd/attempt/"
-_CHILDREN = 32
 _FIRST_S, _LONGEST_S = 0.02, 0.5  # between two polls of the store
 
 
@@ -35,12 +35,6 @@ def attempt_store(store: dist.Store, rank: int, world: int, timeout: timedelta) 
         store.set(f"{_KEYS}ack/{prefix}/{rank}", "1")
     _assign_prefix(store, prefix, rank, world, timeout)
     return dist.PrefixStore(prefix, store)
-
-
-def children(parent: int, world: int) -> range:
-    """Return the ranks to which a rank assigns the prefix."""
-    first = _CHILDREN * parent + 1
-    return range(first, max(first, min(first + _CHILDREN, world)))
 
 
 def _assign_prefix(store: dist.Store, prefix: str, parent: int, world: int, timeout: timedelta) -> None:

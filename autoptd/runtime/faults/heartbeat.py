@@ -6,12 +6,13 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError, RuntimeFault, nearest
 from autoptd.runtime.faults.rank_status import SHOWN, Snapshot, ranks
+from autoptd.runtime.faults.waits import Waits
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def _stat(pid: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Beat:
-    """One rank's heartbeat. `done`: it has ended normally; `knows_cause`: it knows why the job ends."""
+    """One rank's heartbeat. `done`: it has ended normally; `knows_cause`: it knows why the job ends; `waits`: of this
+    rank and all below it in the tree."""
 
     rank: int
     number: int
@@ -86,14 +88,16 @@ class Beat:
     process: Process
     done: bool = False
     knows_cause: bool = False
+    waits: Waits = field(default_factory=Waits)
 
     def to_json(self) -> str:
-        return json.dumps(_fields(self))
+        return json.dumps({**_fields(self), "process": vars(self.process), "waits": self.waits.to_json()})
 
     @staticmethod
     def of(text: bytes | str) -> Beat:
         data = json.loads(text)
-        return Beat(**{**data, "snapshot": _snapshot(data["snapshot"]), "process": Process(**data["process"])})
+        parts = {"snapshot": _snapshot(data["snapshot"]), "process": Process(**data["process"])}
+        return Beat(**{**data, **parts, "waits": Waits.from_json(data["waits"])})
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,8 @@ def _snapshot(data: Mapping[str, Any]) -> Snapshot:
 
 def _fields(message: Beat | Cause) -> dict[str, Any]:
     """Return a message's fields, with the peers that reports show: of a world, all of them are a long message."""
-    found = asdict(message)
+    found = dict(vars(message))
     for each in ("snapshot", "where"):
         if each in found:
-            found[each]["peers"] = found[each]["peers"][: SHOWN + 1]
+            found[each] = {**vars(found[each]), "peers": found[each].peers[: SHOWN + 1]}
     return found

@@ -3,10 +3,13 @@
     beat/<rank>   heartbeat of a rank, written each tick
     first         the first cause of the job's end, set once by compare-and-set
     closed        the process that holds the store is about to exit normally
+    news          there is one of these two
+    ended         how many ranks have ended normally, or know the cause
 
-Each heartbeat is read by the preceding rank of the ring, so the store serves a few short messages per rank and tick,
-whatever the number of ranks. Between ticks, a rank that has entered another action updates its heartbeat, so that its
-last action is known if it dies. It then also reads the heartbeat of the store's process, whose death ends the store.
+Each heartbeat is read by the preceding rank of the ring, on the same node if possible, and by the rank above it in a
+tree (`waits.py`). So the store serves four short messages per rank and tick, whatever the number of ranks. Between
+ticks, a rank that has entered another action updates its heartbeat, so that its last action is known if it dies. It
+then also reads the heartbeat of the store's process, whose death ends the store.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ _FRESH_S, _STORE_S = 0.05, 0.001  # minimum between heartbeats within a tick: in
 
 class StorePoller:
     """Exchanges messages with the store every `tick_s`. Other threads may read `beats`, `missed_ticks` (since a rank's
-    heartbeat last changed), `first`, `closed`, `error` (of a store that is gone), `busy_since` (start of an exchange).
+    heartbeat last changed), `changed_at`, `first`, `closed`, `error` (of a store that is gone), `busy_since` (start of
+    an exchange), `ended` (ranks; read once this rank, whose process holds the store, has ended).
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class StorePoller:
         """Prepare the thread. `host`: the rank whose process holds the store, None if no rank does."""
         self.beats: dict[int, Beat] = {}
         self.missed_ticks: dict[int, int] = {}
+        self.changed_at: dict[int, float] = {}  # by this process's clock
+        self.ended = 0
         self._counted: dict[int, int] = {}  # the number of each rank's heartbeat at the last tick
         self.first: Cause | None = None
         self.closed = False
@@ -49,10 +55,11 @@ class StorePoller:
         self._store, self._tick_s, self._beat, self._ranks_to_read = store, tick_s, beat, wanted
         self._host, self._fresh_s = host, max(_FRESH_S, world * _STORE_S)
         self._count = -1  # `RankStatus.count` of the last heartbeat
+        self._rank_ended = False
         self._proposal: Cause | None = None
         self._closing = False
         self._wake, self._ended = threading.Event(), threading.Event()
-        self._number = 0
+        self.number = 0
         self._thread = threading.Thread(target=self._run, name="autoptd store poller", daemon=True)
         self._done, self._finished = threading.Condition(), 0
 
@@ -71,7 +78,7 @@ class StorePoller:
 
     def exchange(self, timeout_s: float) -> bool:
         """Wait for an exchange that begins after this call; return whether it finished in time."""
-        wanted = self._number + 1
+        wanted = self.number + 1
         with self._done:
             self._wake.set()
             return self._done.wait_for(lambda: self._finished >= wanted or bool(self.error), timeout_s)
@@ -86,7 +93,7 @@ class StorePoller:
             if not self._reach_store(self._exchange):
                 return
             with self._done:
-                self._finished = self._number
+                self._finished = self.number
                 self._done.notify_all()
             met = self._ranks_to_read() <= self.beats.keys()  # other ranks may not have started yet
             until = time.monotonic() + (self._tick_s if met else self._tick_s / 10)
@@ -110,14 +117,19 @@ class StorePoller:
         return True
 
     def _send(self) -> None:
-        self._number += 1
-        mine = self._beat(self._number)
+        self.number += 1
+        mine = self._beat(self.number)
         self._store.set(f"{_KEYS}beat/{mine.rank}", mine.to_json())
         self._count = mine.count
+        if (mine.done or mine.knows_cause) and not self._rank_ended:
+            self._store.add(f"{_KEYS}ended", 1)
+            self._rank_ended = True
+        if mine.done and mine.rank == self._host:
+            self.ended = self._store.add(f"{_KEYS}ended", 0)
 
     def _refresh(self) -> None:
         """Update this rank's heartbeat if its action changed, and read that of the store's process."""
-        if self._beat(self._number).count != self._count:
+        if self._beat(self.number).count != self._count:
             self._send()
         if self._host is not None and self._host in self.beats:
             self._fetch(self._host)
@@ -127,11 +139,14 @@ class StorePoller:
         self._send()
         if self._closing:
             store.set(f"{_KEYS}closed", "1")
+            store.set(f"{_KEYS}news", "1")
         if self._proposal is not None and self.first is None:
             self._learn(store.compare_set(f"{_KEYS}first", "", self._proposal.to_json()))
-        elif self.first is None and store.check([f"{_KEYS}first"]):
-            self._learn(store.get(f"{_KEYS}first"))
-        self.closed = self.closed or store.check([f"{_KEYS}closed"])
+            store.set(f"{_KEYS}news", "1")
+        elif store.check([f"{_KEYS}news"]):
+            if self.first is None and store.check([f"{_KEYS}first"]):
+                self._learn(store.get(f"{_KEYS}first"))
+            self.closed = self.closed or store.check([f"{_KEYS}closed"])
         for rank in sorted(self._ranks_to_read()):
             self._read(rank)
 
@@ -147,10 +162,10 @@ class StorePoller:
         if beat is None or beat.number == before:
             self.missed_ticks[rank] = self.missed_ticks.get(rank, 0) + 1
             return
-        self._counted[rank], self.missed_ticks[rank] = beat.number, 0
+        self._counted[rank], self.missed_ticks[rank], self.changed_at[rank] = beat.number, 0, time.monotonic()
 
     def _fetch(self, rank: int) -> Beat | None:
         key = f"{_KEYS}beat/{rank}"
-        if self._store.check([key]):
+        if rank in self.beats or self._store.check([key]):
             self.beats[rank] = Beat.of(self._store.get(key))
         return self.beats.get(rank)

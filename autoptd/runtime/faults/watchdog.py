@@ -2,7 +2,8 @@
 
     main thread    runs actions; if one fails, it reports the cause before the error propagates
     store poller   exchanges heartbeats and the first cause through the store (`store_poller.py`)
-    monitor        checks once a tick: is there a cause, is the next rank silent, is the store gone, who is slow
+    monitor        checks once a tick: is there a cause, is the next rank silent, is the store gone, who is slow: what
+                   rank 0's heartbeat says of all ranks (`waits.py`)
 
 The first cause reported is final. A rank whose connection breaks has not failed itself: it waits until the failed rank
 is known and raises that cause. Once there is a cause, every rank raises it at its next action. A rank that is stuck in
@@ -30,9 +31,11 @@ from autoptd.errors import AutoptdError, CheckpointError, OutOfMemory, RuntimeFa
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import RankStatus, Snapshot, ranks
 from autoptd.runtime.faults.store_poller import StorePoller
+from autoptd.runtime.faults.waits import Waits, children
 from autoptd.text import printable
 
 _LINGER_S = 5.0  # the longest that the store's process waits at exit for the other ranks
+_LOOKED_AT = 32  # ranks whose processes it looks at in an exchange meanwhile
 
 
 class Watchdog:
@@ -47,8 +50,9 @@ class Watchdog:
         self._rank, self._world, self._host = rank, world, host
         self._process = Process.mine()
         self._next = (rank + 1) % world
+        self._below = children(rank, world)
         self._lost: tuple[int, ...] = ()  # ranks to which a connection is broken
-        self._asked: tuple[int, ...] = ()  # ranks that may keep others waiting
+        self._asks = False  # rank 0 who keeps others waiting
         self._cause: Cause | None = None
         self._stopped: Beat | None = None  # last heartbeat of the rank that this one reported as failed
         self._reports = 0
@@ -143,23 +147,39 @@ class Watchdog:
         self._poller.stop()
 
     def _all_know(self) -> bool:
-        beats = [self._poller.beats.get(r) for r in range(self._world) if r != self._rank]
-        return all(b is not None and (b.done or b.knows_cause or b.process.state() == "gone") for b in beats)
+        beats = [beat for beat in dict(self._poller.beats).values() if not (beat.done or beat.knows_cause)]
+        gone = sum(beat.rank != self._rank and beat.process.state() == "gone" for beat in beats)
+        return self._poller.ended + gone >= self._world
 
     # ---- called by the store poller ----
 
     def _beat(self, number: int) -> Beat:
         known, status = self.cause is not None or self._poller.closed, self.status
-        return Beat(self._rank, number, status.count, status.snapshot(), self._process, self._done, known)
+        here, process = status.snapshot(), self._process
+        return Beat(self._rank, number, status.count, here, process, self._done, known, self._waits(here))
+
+    def _waits(self, here: Snapshot) -> Waits:
+        """Return who waits, of this rank and those below it; of those below a rank that has ended, nothing is known."""
+        least_s, now, poller = self.limits.slow_s / 2, time.monotonic(), self._poller
+        found = [Waits.of(self._rank, here, least_s)]
+        for rank in self._below:
+            beat = poller.beats.get(rank)
+            if beat is not None and beat.done:
+                found.append(Waits.of(rank, beat.snapshot, least_s))
+            elif beat is not None and poller.missed_ticks.get(rank, 0) <= 1:
+                found.append(beat.waits.after(now - poller.changed_at.get(rank, now)))
+        return Waits.merged(found)
 
     def _ranks_to_read(self) -> set[int]:
         """Return the ranks whose heartbeats are read: the store's host once, to know its process."""
-        wanted = {self._next, *self._lost, *self._asked}
-        if self._host is not None and self._host not in self._poller.beats:
+        beats = self._poller.beats
+        wanted = {self._next, *self._below, *self._lost, *((0,) if self._asks else ())}
+        if self._host is not None and self._host not in beats:
             wanted.add(self._host)
         if self._done and self._host == self._rank:
-            wanted |= set(range(self._world))
-        return wanted - {self._rank}
+            first = self._poller.number * _LOOKED_AT
+            wanted |= {rank % self._world for rank in range(first, first + _LOOKED_AT)}
+        return {rank for rank in wanted - {self._rank} if rank not in beats or not beats[rank].done}
 
     # ---- monitor ----
 
@@ -224,24 +244,26 @@ class Watchdog:
         """Report or end the job for the rank that keeps others waiting; the lowest waiting rank prints the report."""
         comm, waited = self.status.comm, time.monotonic() - self.status.since
         if comm is None or not comm.peers or waited < self.limits.slow_s:
-            self._asked, self._reports = (), 0
+            self._asks, self._reports = False, 0
             return
-        self._asked = tuple(range(self._world))
-        beats, missed_ticks = dict(self._poller.beats), self._poller.missed_ticks
-        if max(missed_ticks.values(), default=0) > 1 or self._poller.busy_since is not None:
-            return  # a silent rank or store is handled first
-        if waited < min(self.limits.stuck_s, self.limits.slow_s * 2**self._reports) + 3 * self.limits.tick_s:
+        due = min(self.limits.stuck_s, self.limits.slow_s * 2**self._reports)
+        self._asks = waited >= due
+        beats, missed_ticks = dict(self._poller.beats), dict(self._poller.missed_ticks)
+        if any(n > 1 and not (r in beats and beats[r].done) for r, n in missed_ticks.items()):
+            return  # a silent rank is handled first
+        if self._poller.busy_since is not None or waited < due + 3 * self.limits.tick_s:
             return
         self._reports += 1
-        busy = sorted(
-            (r for r, b in beats.items() if not b.snapshot.comm and b.snapshot.for_s > waited / 2),
-            key=lambda r: -beats[r].snapshot.for_s,
-        )
-        waiting = sorted([self._rank, *(r for r, b in beats.items() if b.snapshot.comm)])
-        rank, where = (busy[0], beats[busy[0]].snapshot) if busy else (self._rank, self.status.snapshot())
-        what = f"keeps {ranks(tuple(r for r in waiting if r != rank))} waiting for {waited:.0f} s"
-        if not busy:
-            what = f"waits for {ranks(comm.peers)}, and so does every other rank, for {waited:.0f} s"
+        here = self.status.snapshot()
+        root = beats.get(0)
+        found = self._waits(here) if self._rank == 0 or root is None or root.done else root.waits
+        busy = found.busy if found.where.for_s > waited / 2 else -1
+        waiting = sorted({self._rank, *found.waiting} - {busy})
+        rank, where = (busy, found.where) if busy >= 0 else (self._rank, here)
+        what = f"keeps {ranks(tuple(waiting))} waiting for {waited:.0f} s"
+        if busy < 0:
+            others = "and so does every other rank" if found.ranks == self._world else "and no rank is seen to be busy"
+            what = f"waits for {ranks(comm.peers)}, {others}, for {waited:.0f} s"
         cause = Cause(rank, what, where, self._rank, "raise the limit: watch={'stuck_s': …}")
         if waited >= self.limits.stuck_s:
             self._propose(cause)

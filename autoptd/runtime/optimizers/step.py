@@ -68,12 +68,10 @@ class OptimizerStep:
         self.optimizer = chosen.build(parameters)
         self._whole.free()
         self.updated = [Updated(piece.name, piece.param, piece, piece.counts) for piece in self._flat]
-        writers: dict[str, int] = {}
-        for each in self._owners.wholes:
-            writers.setdefault(each.name, each.owner)
-        for name, parameter in self._whole.parameters.items():
-            first = layout.mesh.holder(layout.parameters[name].stages[0]) == c.stage
-            self.updated.append(Updated(name, parameter, None, first and writers[name] == c.rank))
+        for whole in self._owners.of(c.rank):
+            first = layout.mesh.holder(layout.parameters[whole.name].stages[0]) == c.stage
+            counts = first and self._owners.counts(whole)
+            self.updated.append(Updated(whole.name, self._whole.parameters[whole.name], None, counts))
 
     def run(self, used: Collection[str]) -> None:
         """Step parameters in `used`, which have a gradient on some rank. A collective of the stage's ranks.

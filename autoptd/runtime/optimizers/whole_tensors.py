@@ -3,7 +3,7 @@
 `layout/owners.py` says which rank updates which parameter. Between steps a rank's elements of the parameters (`pieces`)
 are their only copy: an owner's whole parameter has elements during a step only, unless it is a view of a piece that
 holds all of them. Gradients come as the plan reduces, scales and clips them, in the main dtype. Per step and round
-(`Owners.moved`), in the group of the stage's ranks:
+(`Owners.rounds`), in the group of the stage's ranks:
 
     exchange  each source sends gradient and value of its elements to the owner
     update    the user's optimizer, on parameters of the model's own shapes
@@ -44,10 +44,12 @@ class _OwnerRoute:
     leaving: dict[int, list[_MovedElements]] = field(default_factory=dict)
     coming: dict[int, list[_MovedElements]] = field(default_factory=dict)
 
-    def sizes(self, ranks: Sequence[int], times: int) -> tuple[list[int], list[int]]:
+    def sizes(self, ranks: range, times: int) -> tuple[list[int], list[int]]:
         """Return the elements sent to and received from each rank, if each part stands for `times` tensors."""
-        both = (self.leaving, self.coming)
-        send, receive = ([times * sum(m.part.numel for m in way.get(r, ())) for r in ranks] for way in both)
+        send, receive = [0] * len(ranks), [0] * len(ranks)
+        for way, sizes in ((self.leaving, send), (self.coming, receive)):
+            for rank, moved in way.items():
+                sizes[rank - ranks.start] = times * sum(each.part.numel for each in moved)
         return send, receive
 
     def sent(self) -> Iterator[_MovedElements]:
@@ -76,9 +78,9 @@ class WholeTensors:
         self._owners, self._rank, self._device = owners, c.rank, c.device
         self._pieces = {piece.name: piece for piece in pieces if piece.name in names}
         self._group = c.make_group("stage", c.mesh.stage_ranks(c.stage)) if names else SingleRankGroup()
-        rounds = owners.moved(dtypes, ROUND_ELEMENTS)
-        self._rounds = [(dtypes[each[0].name], self._routes(each)) for each in rounds]
-        moved = [whole.name for each in rounds for whole in each if whole.owner == self._rank]
+        rounds = owners.rounds(c.rank, dtypes, ROUND_ELEMENTS)
+        self._rounds = [(dtype, self._routes(each)) for dtype, each in rounds]
+        moved = [whole.name for _, each in rounds for whole in each if whole.owner == self._rank]
         self.parameters: dict[str, nn.Parameter] = {}
         for whole in owners.of(self._rank):
             shape = owners.held[whole.name].shape
@@ -91,19 +93,17 @@ class WholeTensors:
 
     def _routes(self, each: Sequence[WholeParameter]) -> tuple[_OwnerRoute, _OwnerRoute]:
         """Return this rank's routes to the owners and back, for one round."""
-        there, back = _OwnerRoute(), _OwnerRoute()
+        there, back, owners = _OwnerRoute(), _OwnerRoute(), self._owners
         for whole in each:
-            for parts, towards in ((whole.sources, there), (whole.parts, back)):
-                for part in parts:
-                    mine, owned = part.rank == self._rank, whole.owner == self._rank
-                    at_owner = towards.coming if towards is there else towards.leaving
-                    at_holder = towards.leaving if towards is there else towards.coming
-                    if owned:
-                        at_owner.setdefault(part.rank, []).append(
-                            _MovedElements(whole.name, part, self._boxes(whole, part))
-                        )
-                    if mine:
-                        at_holder.setdefault(whole.owner, []).append(_MovedElements(whole.name, part))
+            if whole.owner == self._rank:
+                for parts, at_owner in ((owners.sources(whole), there.coming), (owners.parts(whole), back.leaving)):
+                    for part in parts:
+                        moved = _MovedElements(whole.name, part, self._boxes(whole, part))
+                        at_owner.setdefault(part.rank, []).append(moved)
+            if (mine := owners.part_of(whole, self._rank)) is not None:
+                back.coming.setdefault(whole.owner, []).append(_MovedElements(whole.name, mine))
+                if owners.is_source(whole, self._rank):
+                    there.leaving.setdefault(whole.owner, []).append(_MovedElements(whole.name, mine))
         return there, back
 
     def _boxes(self, whole: WholeParameter, part: OwnedPart) -> tuple[Region, ...]:
