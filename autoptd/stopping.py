@@ -22,6 +22,8 @@ class StopRequest:
     does not take a part of the work for all of it.
     """
 
+    exit_code: int
+
     def __init__(self, agree: Callable[[int], int], signals: Iterable[str], after_s: float | None) -> None:
         """`agree`: returns the largest of all ranks' numbers. Raises RuntimeFault outside the main thread."""
         self._agree, self._signal, self.exit_code = agree, 0, 0

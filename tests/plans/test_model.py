@@ -119,7 +119,7 @@ def test_a_plan_is_frozen():
         ("[1, 2]", "not an autoptd plan"),
         ('"plan"', "not an autoptd plan"),
         ('{"weights": 1}', "no field `format`"),
-        ('{"format": "other-plan"}', "format 'other-plan'"),
+        ('{"format": "other-plan"}', "its format is 'other-plan'"),
         ('{"format": "autoptd-plan"}', "version is None"),
         ('{"format": "autoptd-plan", "version": 2}', "version 2; this autoptd reads 1"),
         ('{"format": "autoptd-plan", "version": "1"}', "version is '1'"),

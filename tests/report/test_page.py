@@ -166,7 +166,8 @@ def test_every_term_of_the_first_lines_is_said_in_words(name: str, plans: dict[s
 
 
 def test_activations_on_the_host_are_not_said_to_be_computed_again(plans: dict[str, Plan]):
-    plan = next(plan for plan in plans.values() if any(stage.recompute for stage in plan.stages))
+    plan = plans["gpt3-175b"]
+    assert any(stage.recompute for stage in plan.stages)
     moved = [stage.model_copy(update={"policies": ("offload",) * len(stage.recompute)}) for stage in plan.stages]
     assert "computed again in the backward pass instead" in dict(in_words(plan))[f"recompute {recompute_text(plan)}"]
     other = plan.model_copy(update={"stages": tuple(moved)})
