@@ -154,11 +154,11 @@ def pins_text(title: str, rows: Sequence[DroppedPins], width: int = WIDTH) -> st
 
 def pin_rows(rows: Sequence[DroppedPins]) -> list[tuple[str, str, str, str]]:
     """Return (dropped, step, cost, plan without it) of each row in words, for the page of a plan."""
-    return [
-        (_dropped(row), step, f"{cost} {share}".strip(), _instead(row))
-        for row in rows
-        for step, cost, share in [_cells(row)]
-    ]
+    found = []
+    for row in rows:
+        step, cost, share = _cells(row)
+        found.append((_dropped(row), step, f"{cost} {share}".strip(), _instead(row)))
+    return found
 
 
 def _dropped(row: DroppedPins) -> str:

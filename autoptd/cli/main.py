@@ -290,7 +290,9 @@ def _parser() -> Parser:
     add_cost_arguments(plan)
     plan.add_argument("-o", "--out", metavar="FILE", help="save the plan as JSON")
     plan.add_argument("--others", action="store_true", help="plan the runners-up too, and keep them in the plan")
-    plan.add_argument("--html", metavar="FILE", help="write a report as an HTML page, with the runners-up")
+    plan.add_argument(
+        "--html", metavar="FILE", help="write a report as an HTML page, with runners-up and costs of constraints"
+    )
     plan.add_argument("--all", action="store_true", help=_ALL_HELP)
     explain = command("explain", run_explain, "show a plan: what it does and what it costs")
     explain.add_argument("plan", metavar="PLAN", help="a plan file")

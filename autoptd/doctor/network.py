@@ -18,12 +18,12 @@ import torch.distributed as dist
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
 from autoptd.doctor.facts import Finding, Gpu, MachineFacts
+from autoptd.layout.rank_tree import children, parent
 from autoptd.plans.data import MeshSizes
 from autoptd.profile.network import Network
 from autoptd.profile.record import Case, Measurement
 from autoptd.profile.timing import timer
 from autoptd.runtime.comm.listening import is_one_address
-from autoptd.runtime.faults.waits import children, parent
 
 _SIZES = 8 * 1024, 16 * 1024 * 1024  # bytes: one for latency, one for bandwidth
 _SHARE_S = 0.5  # time for measuring one size

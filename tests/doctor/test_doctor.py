@@ -21,13 +21,13 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.doctor import files, network
 from autoptd.doctor.facts import Finding, Gpu, MachineFacts, gather
 from autoptd.doctor.machine import check_machine
+from autoptd.layout import rank_tree
 from autoptd.layout.mesh import Mesh
 from autoptd.profile.record import Case, Measurement
 from autoptd.profile.world import Place
 from autoptd.runtime.comm import members
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.members import group_of_members
-from autoptd.runtime.faults import waits
 from autoptd.testing.process_pool import ProcessPool
 from tests.sample_plan import sample_plan
 
@@ -247,7 +247,7 @@ def test_two_processes(tmp_path: Path):
 def late_clocks(_: Communicators) -> str:
     """Compare the clocks of 6 ranks in a tree of 2 branches; those of ranks 1 and 4 are behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waits, "_CHILDREN", 2)
+        patch.setattr(rank_tree, "_CHILDREN", 2)
         now, behind_s = network.time.time, {1: 50, 4: 90}.get(dist.get_rank(), 0)
         patch.setattr(network.time, "time", lambda: now() - behind_s)
         return network.check_clocks(group_of_members("clocks", range(6), "gloo", lazy=True)).seen

@@ -2,8 +2,8 @@
 
 torchrun may keep one store through all its restarts, as seen in torch 2.13; a rank then reads the addresses of dead
 processes and cannot connect. torchrun's restart count is per node, so it identifies an attempt on one node only.
-Therefore rank 0 generates a new prefix, and it is assigned to the ranks that are running now along a tree, in which
-rank r is the parent of ranks 32 r + 1 to 32 r + 32:
+Therefore rank 0 generates a new prefix, and it is assigned to the ranks that are running now along the tree of
+`layout/rank_tree.py`:
 
     child r  set hello/r = random token                  wait for reply/<token>       set ack/<prefix>/r
     parent                            get hello/r        set reply/<token> = prefix   wait for ack/<prefix>/r
@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.faults.waits import children
+from autoptd.layout.rank_tree import children
 
 _KEYS = "autoptd/attempt/"
 _FIRST_S, _LONGEST_S = 0.02, 0.5  # between two polls of the store

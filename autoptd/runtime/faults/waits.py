@@ -1,7 +1,7 @@
-"""Status of all ranks, merged along a tree: which wait, and which keeps them waiting. No rank reads all heartbeats.
+"""Status of all ranks, merged along the tree of ranks: which wait, and which keeps them waiting.
 
-rank r     reads the heartbeats of ranks 32 r + 1 to 32 r + 32 each tick; its own has them merged with itself
-rank 0's   is about all ranks, a few ticks ago
+a rank     reads the heartbeats of the ranks below it each tick; its own has them merged with itself
+rank 0's   is about all ranks, a few ticks ago: no rank reads all heartbeats
 """
 
 from __future__ import annotations
@@ -11,19 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoptd.runtime.faults.rank_status import SHOWN, Snapshot
-
-_CHILDREN = 32
-
-
-def children(parent: int, world: int) -> range:
-    """Return the ranks below a rank of the tree."""
-    first = _CHILDREN * parent + 1
-    return range(first, max(first, min(first + _CHILDREN, world)))
-
-
-def parent(child: int) -> int:
-    """Return the rank above one of the tree, which is not its root."""
-    return (child - 1) // _CHILDREN
 
 
 @dataclass(frozen=True)

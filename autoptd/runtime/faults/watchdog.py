@@ -28,10 +28,11 @@ from types import TracebackType
 import torch.distributed as dist
 
 from autoptd.errors import AutoptdError, CheckpointError, OutOfMemory, RuntimeFault
+from autoptd.layout.rank_tree import children
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import RankStatus, Snapshot, ranks
 from autoptd.runtime.faults.store_poller import StorePoller
-from autoptd.runtime.faults.waits import Waits, children
+from autoptd.runtime.faults.waits import Waits
 from autoptd.text import printable
 
 _LINGER_S = 5.0  # the longest that the store's process waits at exit for the other ranks

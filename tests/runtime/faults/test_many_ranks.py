@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from autoptd.layout.rank_tree import children
 from autoptd.runtime.faults import rank_status, store_poller, watchdog
 from autoptd.runtime.faults.heartbeat import Process, Timeouts
 from autoptd.runtime.faults.rank_status import PendingComm, Snapshot
-from autoptd.runtime.faults.waits import Waits, children
+from autoptd.runtime.faults.waits import Waits
 from autoptd.runtime.faults.watchdog import Watchdog
 
 MANY = 16_384

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from autoptd.errors import CheckpointError, InputsError, PlanError, RuntimeFault
+from autoptd.layout.rank_tree import children
 from autoptd.runtime.comm.process_group import default_store
 from autoptd.runtime.comm.restart_store import attempt_store
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Snapshot, Unwatched
-from autoptd.runtime.faults.waits import children
 from autoptd.runtime.faults.watchdog import Watchdog, _last_snapshot
 
 ROOT = Path(__file__).parents[3]
