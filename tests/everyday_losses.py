@@ -174,6 +174,11 @@ RATIOS: dict[str, Loss] = {
     "multi_margin": lambda z, y, m: F.multi_margin_loss(z[:, 0], positive(y[:, 4])),
     "poisson": lambda z, y, m: F.poisson_nll_loss(z[..., 0], m),
     "gaussian": lambda z, y, m: (0.5 * (z[..., 1] + (z[..., 0] - m).square() / z[..., 1].exp())).mean(),
+    "gaussian_nll": lambda z, y, m: F.gaussian_nll_loss(z[..., 0], m, z[..., 1].square()),
+    "gaussian_nll_full": lambda z, y, m: F.gaussian_nll_loss(
+        z[..., :3], z[..., 3:6], z[..., 6].exp(), full=True, eps=1
+    ),
+    "gaussian_nll_sum": lambda z, y, m: F.gaussian_nll_loss(z[..., 0], m, z[:, :1, 1].exp(), reduction="sum") / m.sum(),
     "multilabel_soft_margin": lambda z, y, m: F.multilabel_soft_margin_loss(z[:, 0], soft(y)[:, 0].round()),
     "focal": lambda z, y, m: (
         ((1 - (-F.cross_entropy(z.transpose(1, 2), positive(y), reduction="none")).exp()).square() * m).sum()

@@ -178,6 +178,8 @@ FAULTS: dict[str, dict[str, str]] = {
         "masks of local samples": "samples are counted within the microbatch or the data-parallel rank",
     },
     "backward passes of one's own": {
+        "no_grad within autocast": "gradients flow through what no_grad computes in a region of disabled autocast",
+        "written under no_grad": "a write under no_grad cuts the gradient that the tensor keeps (it is refused)",
         "a write's gradient lost": "what is written to a detached tensor has no gradient, as in torch's own form",
         "only the forward traced": "the backward of a user's Function or hook is replaced by that of its forward",
         "a hook's state frozen": "a number that a forward hook counts up is that of the trace in every step",

@@ -13,7 +13,12 @@ from autoptd.passes.known.gated_recurrences import GATED
 from autoptd.passes.known.numpy_functions import NUMPY
 from autoptd.passes.known.python_random import fractions_drawn_by_torch
 from autoptd.passes.known.recurrence import layer_by_layer
-from autoptd.passes.known.replace import casts_that_change_nothing, replaced_functions, run_as_eager
+from autoptd.passes.known.replace import (
+    casts_that_change_nothing,
+    checks_without_reading,
+    replaced_functions,
+    run_as_eager,
+)
 from autoptd.passes.known.scans import SCANS
 from autoptd.passes.known.seeds import refuse_seeds
 
@@ -24,6 +29,7 @@ def written_to_trace(model: nn.Module) -> Iterator[None]:
     with (
         replaced_functions(model, NUMPY | SCANS | GATED | DELTA_RULES),
         casts_that_change_nothing(),
+        checks_without_reading(),
         dense_flex_attention(),
         refuse_seeds(model),
         run_as_eager(),

@@ -97,7 +97,7 @@ def _drop_dead(graph: fx.Graph) -> None:
 
 
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:
-    """Replace `with torch.no_grad()` and disabled-autocast regions by their bodies."""
+    """Replace `with torch.no_grad()` regions by their bodies."""
     _inline(graph, traced.graph, traced.buffers)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
-from autoptd.passes.graph import output_of, source_line
+from autoptd.passes.graph import op_name, output_of, source_line
 from autoptd.passes.normalise.functionalize import functional_form, keep_dtype, written_state
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def write_views_functionally(graph: fx.Graph, buffers: Collection[str] = ()) -> 
     Leaves the graph as it is if any of these writes is not known here.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    writes = [n for n in graph.nodes if writes_through_view(n) or (_is_write(n) and _root(n).name in buffers)]
+    writes = [n for n in graph.nodes if writes_through_view(n) or (is_write(n) and _root(n).name in buffers)]
     groups = [_Group(graph, root, order, root.name in buffers) for root in dict.fromkeys(map(_root, writes))]
     if all(group.is_known() for group in groups):
         for group in groups:
@@ -72,7 +72,7 @@ def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> set[str]:
     """
     written = set[str]()
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in inputs]:
-        if any(_is_write(n) and n.target is not aten.detach_.default for n in _sharing(node)):
+        if any(is_write(n) and n.target is not aten.detach_.default for n in sharing(node)):
             with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
                 copy = graph.call_function(aten.clone.default, (node,))
             copy.meta = dict(node.meta)
@@ -89,10 +89,10 @@ def copy_detached(graph: fx.Graph) -> None:
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in [n for n in graph.nodes if n.target is aten.detach.default and _root(n).op == "call_function"]:
-        mine = {node, *_sharing(node)}
-        writes = [n for n in mine if _is_write(n)]
-        others = {_root(node), *_sharing(_root(node))} - mine
-        if not writes or any(_is_write(n) and order[n] > order[node] for n in others):
+        mine = {node, *sharing(node)}
+        writes = [n for n in mine if is_write(n)]
+        others = {_root(node), *sharing(_root(node))} - mine
+        if not writes or any(is_write(n) and order[n] > order[node] for n in others):
             continue
         first = min(order[n] for n in writes)
         if not any(order[user] > first for n in others for user in n.users if user not in mine):
@@ -100,7 +100,7 @@ def copy_detached(graph: fx.Graph) -> None:
                 copy = graph.call_function(aten.clone.default, (node,))
             copy.meta = dict(node.meta)
             node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)  # type: ignore[misc]
-        elif not _with_gradient(graph).isdisjoint((*others, *(n for w in writes for n in w.all_input_nodes))):
+        elif not with_gradient(graph).isdisjoint((*others, *(n for w in writes for n in w.all_input_nodes))):
             raise UnsupportedOp(
                 "forward writes to a detached tensor whose original is read afterwards",
                 where=source_line(min(writes, key=order.__getitem__)),
@@ -108,15 +108,23 @@ def copy_detached(graph: fx.Graph) -> None:
             )
 
 
-def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that a parameter reaches other than through a detached tensor."""
+def with_gradient(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that a parameter reaches other than through a detached tensor or an op without gradient."""
     found = set[fx.Node]()
     for node in graph.nodes:
         value = node.meta.get("val")
         given = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad
-        if given or (node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes)):
+        if given or (not _has_no_gradient(node) and not found.isdisjoint(node.all_input_nodes)):
             found.add(node)
     return found
+
+
+def _has_no_gradient(node: fx.Node) -> bool:
+    """Return whether a tensor is detached, new (`zeros_like`, `new_zeros`), or neither real nor complex."""
+    value, name = node.meta.get("val"), op_name(node)
+    dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
+    numbers = dtype.is_floating_point or dtype.is_complex
+    return node.target is aten.detach.default or not numbers or name.startswith("new_") or name.endswith("_like")
 
 
 def refuse_writes_to_state(graph: fx.Graph, changed: Mapping[str, str]) -> None:
@@ -128,13 +136,13 @@ def refuse_writes_to_state(graph: fx.Graph, changed: Mapping[str, str]) -> None:
 
 def writes_through_view(node: fx.Node) -> bool:
     """Return whether an in-place op writes to a view or to a tensor with views."""
-    return _is_write(node) and any(map(is_view, (node.args[0], *node.args[0].users)))  # type: ignore[arg-type,union-attr]
+    return is_write(node) and any(map(is_view, (node.args[0], *node.args[0].users)))  # type: ignore[arg-type,union-attr]
 
 
 def writes_to(node: fx.Node) -> list[fx.Node]:
     """Return the writes to the memory of a tensor, those before it is made among them."""
     root = _root(node)
-    return list(filter(_is_write, (root, *_sharing(root))))
+    return list(filter(is_write, (root, *sharing(root))))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -157,7 +165,7 @@ def _is_its_operand(node: fx.Node) -> bool:
     return bool(before.dtype == after.dtype and (node.target is aten.type_as.default or before.is_contiguous()))
 
 
-def _is_write(node: fx.Node) -> bool:
+def is_write(node: fx.Node) -> bool:
     """Return whether an op writes to its first argument."""
     schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
     if schema is None or not schema.is_mutable or not isinstance(node.args[0], fx.Node):
@@ -165,11 +173,19 @@ def _is_write(node: fx.Node) -> bool:
     return schema.arguments[0].alias_info is not None and bool(schema.arguments[0].alias_info.is_write)
 
 
-def _root(node: fx.Node) -> fx.Node:
-    """Return the tensor that a chain of views and writes begins with."""
-    while (is_view(node) or _is_write(node)) and node.args and isinstance(node.args[0], fx.Node):
+def written_views(node: fx.Node, *, detached: bool = True) -> list[fx.Node]:
+    """Return a view or write, the view that it is of, and so on to the tensor that they begin with, or to a detach."""
+    chain = [node]
+    while (is_view(node) or is_write(node)) and node.args and isinstance(node.args[0], fx.Node):
+        if node.target is aten.detach.default and not detached:
+            break
         node = node.args[0]
-    return node
+        chain.append(node)
+    return chain
+
+
+def _root(node: fx.Node) -> fx.Node:
+    return written_views(node)[-1]
 
 
 class _Group:
@@ -180,12 +196,12 @@ class _Group:
         self.inverses = _INVERSES_IN_BUFFERS if is_buffer else _INVERSES
         self.members = {root: root}  # node -> the view that it is: a write's result is the view written to
         self.sources: dict[fx.Node, fx.Node] = {}  # view -> the view it is taken of
-        for node in _sorted(order, _sharing(root)):
+        for node in _sorted(order, sharing(root)):
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            self.members[node] = self.members[source] if _is_write(node) else node
+            self.members[node] = self.members[source] if is_write(node) else node
             self.sources.setdefault(self.members[node], self.members[source])
-        self.writes = [node for node in self.members if _is_write(node)]
+        self.writes = [node for node in self.members if is_write(node)]
         self.now: dict[fx.Node, fx.Node] = {}  # view -> a node with its present value
 
     def is_known(self) -> bool:
@@ -273,14 +289,14 @@ def _copies(view: fx.Node) -> bool:
     return bool(view.args[3:4] == (True,) or view.kwargs.get("copy") or view.args[1] != source.meta["val"].dtype)
 
 
-def _sharing(root: fx.Node) -> set[fx.Node]:
+def sharing(root: fx.Node) -> set[fx.Node]:
     """Return all nodes that may share memory with `root`, without it."""
     found: set[fx.Node] = set()
     ahead = [root]
     while ahead:
         node = ahead.pop()
         for user in node.users:
-            shares = user.target is operator.getitem or is_view(user) or _is_write(user)
+            shares = user.target is operator.getitem or is_view(user) or is_write(user)
             if shares and user.args[0] is node and user not in found:
                 found.add(user)
                 ahead.append(user)

@@ -11,6 +11,10 @@ own error names the cause and the user's line. It also warns of what torch itsel
 on a size is due to, which must be the user's. Where opt_einsum is installed, torch.einsum lets it choose an order of
 three and more operands, for which it makes numbers of their sizes.
 
+It splits the graph where gradients are switched on and off, and misses a switch within an autocast region: the split
+begins each part with a copy of the region's own begin, and the pass looks for the switch in the first place. So regions
+of disabled autocast, which change nothing outside of enabled ones, are removed before.
+
 No other file of autoptd uses these parts of torch.
 """
 
@@ -26,15 +30,20 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import SymInt, Tensor
+from torch._export.passes import replace_set_grad_with_hop_pass as grad_switches
 from torch._subclasses import fake_tensor
+from torch.amp import autocast_mode
 from torch.backends import opt_einsum
 from torch.export import _trace
+from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoptd.passes.trace import loss
 from autoptd.passes.trace.trace_errors import is_foreign
 
+_SWITCHES = "replace_set_grad_with_hop_pass"
+_split_by_switches = grad_switches.replace_set_grad_with_hop_pass
 _SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"  # warns that it does not know the user's line
 
 
@@ -42,9 +51,20 @@ _SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"  # warns that it does
 def lean_export() -> Iterator[None]:
     """Wrap a call of torch.export.export whose graph is read but not run."""
     describe = "torch.fx.experimental.proxy_tensor._extract_tensor_metadata"
+    switches = patch.object(grad_switches, _SWITCHES, _without_disabled_autocast)
     whose = patch.object(ShapeEnv, "_get_user_frame", _user_frame)
-    with _use_lazy_graph_module(True), patch(describe, lambda tensor: None), whose, _einsum_orders():
+    with _use_lazy_graph_module(True), patch(describe, lambda tensor: None), whose, switches, _einsum_orders():
         yield
+
+
+def _without_disabled_autocast(gm: GraphModule, signature: Any) -> Any:
+    """Remove regions of disabled autocast, then split the graph as torch does."""
+    for node in list(gm.graph.find_nodes(op="call_function", target=autocast_mode._enter_autocast)):
+        if not node.args[2]:  # device, dtype, enabled, cache
+            for end in list(node.users):
+                gm.graph.erase_node(end)
+            gm.graph.erase_node(node)
+    return _split_by_switches(gm, signature)
 
 
 def _einsum_orders() -> AbstractContextManager[Any]:

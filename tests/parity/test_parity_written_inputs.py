@@ -98,7 +98,7 @@ def test_a_write_that_is_left_out_is_seen(body: Body, monkeypatch: pytest.Monkey
     def without(graph: fx.Graph, inputs: Any) -> set[str]:
         """Copy the inputs, and take out all writes."""
         written = copied(graph, inputs)
-        for node in [n for n in graph.nodes if view_writes._is_write(n)]:
+        for node in [n for n in graph.nodes if view_writes.is_write(n)]:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         return written

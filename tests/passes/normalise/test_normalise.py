@@ -77,6 +77,18 @@ def autocast_off(self: nn.Module, h: Tensor) -> Tensor:
     return self.second(freqs)
 
 
+def no_grad_within_autocast_off(self: nn.Module, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        a, filled = h.sin(), torch.zeros_like(h)
+        with torch.no_grad():
+            b = self.second(a).exp()
+            filled[:, 0] = self.second(h)[:, 0]
+            with torch.autocast("cpu", enabled=False), torch.enable_grad():
+                c = self.second(h).cos()
+        a = a * b
+    return self.second(a) * filled + c
+
+
 def relu_(self: nn.Module, h: Tensor) -> Tensor:
     return self.second(h).relu_()
 
@@ -241,6 +253,11 @@ def test_value_and_gradient_stay(case: Case) -> None:
     ops = names_of(traced)
     assert not set(case.gone.split()) & set(ops), ops
     assert set(case.there.split()) <= set(ops), ops
+
+
+@pytest.mark.fault("no_grad within autocast")
+def test_no_grad_within_disabled_autocast() -> None:
+    assert_unchanged(model_of(no_grad_within_autocast_off), batch())
 
 
 def test_passes_are_named_and_described() -> None:

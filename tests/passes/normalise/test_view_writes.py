@@ -265,6 +265,58 @@ def test_a_tensor_whose_detached_values_were_written_is_not_read(body: Body) -> 
     assert caught.value.where and caught.value.fix
 
 
+def clamped_without_grad(self: nn.Module, h: Tensor) -> Tensor:
+    """The limit of torch's own `gaussian_nll_loss`."""
+    y = self.second(h).clone()
+    with torch.no_grad():
+        y.clamp_(min=0.1)
+    return y + h
+
+
+def filled_in_nested_regions(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h) * 2
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        part = y[:, 0]
+        with torch.set_grad_enabled(False):
+            part.fill_(1.0)
+    return y
+
+
+def put_and_scaled(self: nn.Module, h: Tensor) -> Tensor:
+    """The tensor has its gradient by a write."""
+    y = torch.zeros_like(h)
+    y[:, 0] = self.second(h)[:, 0]
+    with torch.no_grad():
+        y.mul_(2)
+    return y + h
+
+
+@pytest.mark.fault("written under no_grad")
+@pytest.mark.parametrize("body", [clamped_without_grad, filled_in_nested_regions, put_and_scaled])
+def test_a_write_under_no_grad_to_a_tensor_with_gradient_is_refused(body: Body) -> None:
+    with pytest.raises(UnsupportedOp, match="writes under no_grad to a tensor that has a gradient") as caught:
+        normalised(model_of(body).double(), batch())
+    assert caught.value.where and "(new - x).detach()" in caught.value.fix
+
+
+def written_without_gradient(self: nn.Module, h: Tensor) -> Tensor:
+    y, chosen, centred = torch.zeros_like(h), self.second(h).argmax(-1, keepdim=True), h.detach().clone()
+    with torch.no_grad():
+        y[:, 0] = h[:, 0]
+        chosen.clamp_(max=3)
+        centred.sub_(h.mean(-1, keepdim=True))
+        scale = self.second(h).exp()
+        scale[:, 1] = 2.0
+    with torch.no_grad():
+        scale.mul_(0.5)
+    y[:, 1] = self.second(h)[:, 1]
+    return y * chosen + centred * scale * h
+
+
+def test_a_write_under_no_grad_to_a_tensor_without_gradient_is_not() -> None:
+    assert_unchanged(model_of(written_without_gradient).double(), batch())
+
+
 def several(self: nn.Module, h: Tensor) -> Tensor:
     with torch.no_grad():
         values, places = torch.empty_like(h), torch.empty(h.shape, dtype=torch.long)
