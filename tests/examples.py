@@ -44,8 +44,9 @@ EXECUTED = [
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if re.search(r"^```(?:python|console)$", page.read_text("utf-8"), re.MULTILINE)
 ]
-# pages that take more than half a minute
-_LONG = "answers.md constraints.md experts.md usage.md tutorials/cluster.md tutorials/megatron.md tutorials/verify.md"
+# pages that take longest
+_LONG = "answers.md constraints.md experts.md usage.md tutorials/cluster.md tutorials/megatron.md "
+_LONG += "tutorials/mixture.md tutorials/verify.md"
 LONG = [ROOT / "docs" / name for name in _LONG.split()]
 _FILE = re.compile(r"# ([\w-]+\.(?:py|toml))\n")
 _LIMIT_S = 240
