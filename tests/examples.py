@@ -34,6 +34,8 @@ from unittest import mock
 
 import torch
 
+from tests.forked_ranks import run_script
+
 ROOT = Path(__file__).parents[1]
 
 _FENCED = re.compile(r"^```(python|toml|console|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -42,8 +44,9 @@ EXECUTED = [
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if re.search(r"^```(?:python|console)$", page.read_text("utf-8"), re.MULTILINE)
 ]
-# pages that take more than half a minute
-_LONG = "answers.md constraints.md experts.md usage.md tutorials/cluster.md tutorials/megatron.md tutorials/verify.md"
+# pages that take longest
+_LONG = "answers.md constraints.md experts.md usage.md tutorials/cluster.md tutorials/megatron.md "
+_LONG += "tutorials/mixture.md tutorials/verify.md"
 LONG = [ROOT / "docs" / name for name in _LONG.split()]
 _FILE = re.compile(r"# ([\w-]+\.(?:py|toml))\n")
 _LIMIT_S = 240
@@ -99,7 +102,8 @@ def run(page: Path) -> Iterator[tuple[Example, str]]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     text, code, failed = page.read_text("utf-8"), 0, ""
     with tempfile.TemporaryDirectory(prefix="autoptd-example-") as folder, inside(Path(folder)):
-        for example in examples(text):
+        every = list(examples(text))
+        for example, after in zip(every, [*every[1:], None], strict=True):
             looks = example.code == "echo $?"
             assert looks or not failed, f"{page.name} does not expect this to fail: {failed}"
             failed = ""
@@ -112,7 +116,8 @@ def run(page: Path) -> Iterator[tuple[Example, str]]:
             elif looks:
                 said = f"{code}\n"
             else:
-                code, said = _command(shlex.split(example.code))
+                expected = after is not None and after.code == "echo $?"
+                code, said = _command(shlex.split(example.code), fails=expected)
                 failed = f"{example.code}\n{said}" if code else ""
             yield example, said
         assert not failed, f"{page.name} does not expect this to fail: {failed}"
@@ -141,8 +146,11 @@ def _python(call: Any) -> str:
     return said.getvalue()
 
 
-def _command(words: list[str]) -> tuple[int, str]:
-    """Return a command's exit code and its output; with that of standard error if it fails, or runs in this process."""
+def _command(words: list[str], *, fails: bool) -> tuple[int, str]:
+    """Return a command's exit code and its output; with that of standard error if it fails, or runs in this process.
+
+    torchrun itself is run where a page shows how it fails.
+    """
     program, *rest = words
     if program == "autoptd":
         from autoptd.cli.main import main
@@ -152,6 +160,10 @@ def _command(words: list[str]) -> tuple[int, str]:
     if program == "python":
         with mock.patch.object(sys, "argv", rest):
             return 0, _python(lambda: runpy.run_path(rest[0], run_name="__main__"))
+    if program == "torchrun" and not fails:
+        option, ranks, script, *arguments = rest
+        assert option == "--nproc-per-node", words
+        return run_script(int(ranks), script, *arguments, limit_s=_LIMIT_S)
     if program == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *rest]  # a port of its own
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""The examples run as their texts say, on processes that torchrun starts."""
+"""The examples run as their texts say, on several processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+
+from tests.forked_ranks import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -66,7 +68,8 @@ def test_texts_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ranks
 def test_uneven_batches_are_those_of_one_process() -> None:
-    alone, four = (torchrun(processes, "uneven_batches.py") for processes in (1, 4))
+    (code, alone), (other, four) = (run_script(ranks, EXAMPLES / "uneven_batches.py") for ranks in (1, 4))
+    assert (code, other) == (0, 0), alone + four
     assert re.fullmatch(r"after 45 steps \d+ of 23 are right: 0\.\d{4}\n", alone)
     right = int(alone.split()[3])
     assert alone.endswith(f"{right / 23:.4f}\n") and four == alone

@@ -18,6 +18,7 @@ OPENINGS = re.compile(
     r"(Of|What|Whether|Where|Which|How|Whose|Who|When|Why|The same|That|"
     r"As|If|From|In|With|Without|For|By|Among|On|At|To)\b"
 )
+_OPENED = re.compile(rf"""["']\s*{OPENINGS.pattern}""")  # only files that match are parsed
 # Words of prose, as regular expressions, and the term that the field has for them.
 TERMS = {
     r"addends?": "partial value",
@@ -75,11 +76,15 @@ def prose(document: str) -> Iterator[tuple[int, str]]:
 
 def wrong_openings(path: Path) -> list[str]:
     source = path.read_text(encoding="utf-8")
+    if not _OPENED.search(source):
+        return []
     return [f"{path}:{at}: {text.splitlines()[0]}" for at, text in docstrings(source) if OPENINGS.match(text)]
 
 
 def wrong_terms(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
+    if not _TERM.search(text):
+        return []
     pieces = [*docstrings(text), *comments(text)] if path.suffix == ".py" else list(enumerate(text.splitlines(), 1))
     return [
         f"{path}:{at}: {m.group()!r} (say: {next(t for w, t in TERMS.items() if re.fullmatch(w, m.group(), re.I))})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -63,9 +64,16 @@ KNOWN = {name for name, _ in modules()}
 LEVELS = {name: level for level, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
 
 
+@cache
+def nodes(source: str) -> tuple[ast.Import | ast.ImportFrom | ast.ClassDef, ...]:
+    """Return the imports and classes of a source, anywhere in it."""
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+
+
 def imports(source: str) -> Iterator[str]:
-    """Yield the modules of autoptd that a source imports, anywhere in it."""
-    for node in ast.walk(ast.parse(source)):
+    """Yield the modules of autoptd that a source imports."""
+    for node in nodes(source):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are written in full"
@@ -136,7 +144,7 @@ def test_no_files_import_each_other_in_a_cycle():
 def test_no_class_has_the_name_of_another():
     places: dict[str, list[str]] = {}
     for module, path in modules():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes(path.read_text("utf-8")):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}

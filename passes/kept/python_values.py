@@ -40,6 +40,7 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)  # others may make what they 
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _ITERATORS = (itertools.count, itertools.cycle, itertools.repeat)
 _SIMPLE = (bool, int, float, str, bytes, Tensor)
+_NO_CODE = {type(None), *_SIMPLE, nn.Parameter, type, types.ModuleType}  # most values of a module; none holds functions
 _PLAIN = ("argparse", "types")  # modules whose objects are namespaces
 _LIBRARIES = ("autoptd", "torch")
 _TRAINED = ("_parameters", "_buffers")
@@ -208,7 +209,7 @@ def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
     seen: dict[int, Any] = {}  # containers, which may hold themselves
     while stack:
         value = stack.pop()
-        if id(value) in seen or id(value) in found:
+        if type(value) in _NO_CODE or id(value) in seen or id(value) in found:
             continue
         if isinstance(value, staticmethod | classmethod):
             stack.append(value.__func__)

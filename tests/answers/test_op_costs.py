@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -220,19 +221,22 @@ def test_the_fused_kernel_takes_what_it_takes_in_a_model_that_has_it(sinks: tupl
     assert found.then_s == pytest.approx(flash.seconds, abs=launches_s, rel=0.02)
 
 
+@cache
+def nanogpt(dropout: float) -> TracedModel:
+    with torch.device("meta"):
+        model = NanoGPT(GPTSizes(vocab=1024, max_seq=1024, layers=2, heads=8, width=512, dropout=dropout))
+    return autoptd.trace(model, seq=1024)
+
+
 @pytest.mark.parametrize("more", [{}, {"pp": 2, "micro": 2, "recompute": "full"}], ids=["one", "pipeline"])
 def test_dropout_in_attention_is_named(more: dict[str, Any]):
-    with torch.device("meta"):
-        model = NanoGPT(GPTSizes(vocab=1024, max_seq=1024, layers=2, heads=8, width=512, dropout=0.1))
-    traced = autoptd.trace(model, seq=1024)
+    traced = nanogpt(0.1)
     fix = {**PLAIN, "tp": 1, "pp": 1, "recompute": "none", "micro": 4, **more}
     asks = {"world": fix["pp"], "cluster": "dgx-h100", "batch": 8, "fix": fix}
     costs = op_costs(autoptd.plan(traced, **asks), traced)
     (found,) = (q for q in quicker_kernels(costs) if q.kernel == WRITTEN)
     assert "remove dropout in attention" in found.cause and found.instead == "the flash kernel"
-    with torch.device("meta"):
-        dry = NanoGPT(GPTSizes(vocab=1024, max_seq=1024, layers=2, heads=8, width=512))
-    plain = autoptd.trace(dry, seq=1024)
+    plain = nanogpt(0.0)
     without = op_costs(autoptd.plan(plain, **asks), plain)
     (flash,) = (row for row in without.rows if row.kernel == "flash attention")
     assert found.then_s == pytest.approx(flash.seconds, rel=0.01), "as the model without dropout has it"

@@ -13,15 +13,23 @@ from tests.pairwise import pairwise
 pytestmark = pytest.mark.ranks
 
 
+class Roots(dict[str, str]):
+    """Checkpoints of two steps by the plan that wrote them, each written when it is first asked for."""
+
+    def __init__(self, pool: ProcessPool, folders: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._pool, self._folders = pool, folders
+
+    def __missing__(self, name: str) -> str:
+        root = str(self._folders.mktemp("checkpoints"))
+        self._pool.run(made(name).layout.mesh, write, made(name), root, 2)
+        self[name] = root
+        return root
+
+
 @pytest.fixture(scope="module")
-def roots(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Save a checkpoint of two steps under each plan."""
-    found = {}
-    for name in PLANS:
-        root = str(tmp_path_factory.mktemp("checkpoints"))
-        pool.run(made(name).layout.mesh, write, made(name), root, 2)
-        found[name] = root
-    return found
+def roots(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Roots:
+    return Roots(pool, tmp_path_factory)
 
 
 FIELDS = ("dp", "tp", "pp", "cp", "zero", "micro", "shards", "schedule")
@@ -30,15 +38,15 @@ READ = pairwise(product(PLANS, PLANS), lambda pair: [PLANS[name].get(field) for 
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_what_any_plan_wrote_is_read_to_the_bit(name: str, pool: ProcessPool, roots: dict[str, str]) -> None:
+def test_what_any_plan_wrote_is_read_to_the_bit(name: str, pool: ProcessPool, roots: Roots) -> None:
     mine = {writer: roots[writer] for writer, reader in READ if reader == name}
     wrong = pool.run(made(name).layout.mesh, load_and_compare, made(name), mine)
     assert not any(wrong), wrong
 
 
-def test_every_plan_wrote_the_same_tensors(roots: dict[str, str]) -> None:
+def test_every_plan_wrote_the_same_tensors(roots: Roots) -> None:
     """Checkpoints do not depend on the plan: names, shapes and, up to rounding, values agree."""
-    first, *others = (whole_of(root) for root in roots.values())
+    first, *others = (whole_of(roots[name]) for name in PLANS)
     assert {name.split(".")[0] for name in first} == {"model", "optimizer", "counts"}
     for other in others:
         assert sorted(other) == sorted(first)

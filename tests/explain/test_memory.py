@@ -25,11 +25,14 @@ def gpt2() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[Plan, TracedModel, Sharding]:
-    model = gpt2()
+def source() -> TracedModel:
+    return autoptd.trace(gpt2(), seq=64)
+
+
+@pytest.fixture(scope="module")
+def planned(source: TracedModel) -> tuple[Plan, TracedModel, Sharding]:
     fix: dict[str, Any] = {"tp": 2, "pp": 1, "recompute": "none", "micro": 2, "zero": 1}
-    plan = autoptd.plan(model, world=4, cluster="dgx-h100", batch=8, seq=64, fix=fix)
-    source = autoptd.trace(model, seq=64)
+    plan = autoptd.plan(source, world=4, cluster="dgx-h100", batch=8, fix=fix)
     return plan, source, read_sharding(source, plan)
 
 
@@ -44,9 +47,9 @@ def test_data_are_formulas_with_their_values(planned: tuple[Plan, TracedModel, S
     assert layer["recompute"] == "none" and layer["fullest"]
 
 
-def test_formulas_are_those_of_the_method() -> None:
+def test_formulas_are_those_of_the_method(source: TracedModel) -> None:
     """Gathered activations and weights count as saved with `gathers` "kept", and not with "again"."""
-    batch, source = 1024, autoptd.trace(gpt2(), seq=64)
+    batch = 1024
     fix: dict[str, Any] = {"tp": 2, "pp": 1, "dp": 1, "recompute": "none", "micro": batch}
     found = []
     for gathers in ("kept", "again"):

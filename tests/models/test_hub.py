@@ -58,7 +58,6 @@ def test_a_cached_model_is_planned_and_trained(cache: Path, capsys: pytest.Captu
     found = configuration_of(ID)
     assert found is not None and (found.called, found.name) == (name, name)
     assert load_model(f"{ID}@{REVISION}")[1] == name
-    assert autoptd.plan(ID, **{**ALONE, "world": 2, "cluster": "dgx-h100"}).model == name
     assert autoptd.trace(ID, seq=8, precision="fp32").name == name
     assert main(["plan", ID, "--world", "2", "--seq", "8", "--batch", "4"]) == 0
     assert "Tiny-Llama.1 on 2" in capsys.readouterr().out

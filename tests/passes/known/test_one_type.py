@@ -137,11 +137,11 @@ def test_such_a_plan_is_verified() -> None:
     assert verify_plan(planned(model).plan, model, inputs=batch()).agrees
 
 
-def test_without_casts_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("body", BODIES)
+def test_without_casts_it_is_refused(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OneType, "_cast", lambda self, x, dtype: x)
-    for body in BODIES:
-        with pytest.raises(AutoptdError):
-            autoptd.trace(Written(body), inputs=batch(), precision="bf16")
+    with pytest.raises(AutoptdError):
+        autoptd.trace(Written(body), inputs=batch(), precision="bf16")
 
 
 def test_types_that_the_model_mixes_itself_stay_refused() -> None:
