@@ -15,13 +15,16 @@ from dataclasses import dataclass
 
 import autoptd
 from autoptd.layout.mesh import Mesh
+from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.testing.process_pool import ProcessPool
 from benchmarks.runtime.by_turns import Outcome, Task, by_turns, peak_bytes
-from benchmarks.runtime.model import LAYERS, SEQ, WIDTH, Trained
+from benchmarks.runtime.model import LAYERS, SEQ, TIMED, TINY, WIDTH, Sizes, Trained
+from benchmarks.runtime.own_time import clocks, own_time, own_time_of_process, shown
 
 PAIRS = 15
 PEAKS = 5
 SAMPLES = 4  # of a dp rank, per microbatch
+THREADS, PROCESSES = "on threads", "on processes"  # where a rank's own time is measured
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,16 @@ class Case:
     zero: int
     against: str
     bar: float = 1.0
+    schedule: str = "1f1b"
 
     def __str__(self) -> str:
         sizes = (
             f"{name} {n}" for name, n in (("dp", self.mesh.dp), ("tp", self.mesh.tp), ("pp", self.mesh.pp)) if n > 1
         )
         zero = f" ZeRO {self.zero}" if self.mesh.dp > 1 else ""
-        return f"{' '.join(sizes) or 'world 1'}{zero} against {self.against}"
+        schedule = f" {self.schedule}" if self.schedule != "1f1b" else ""
+        way = self.against if self.against in (THREADS, PROCESSES) else f"against {self.against}"
+        return f"{' '.join(sizes) or 'world 1'}{zero}{schedule} {way}"
 
 
 CASES = (
@@ -62,19 +68,46 @@ CASES = (
     Case(Mesh(2, 2, 2), 1, "fsdp"),
     Case(Mesh(2, 2, 2), 2, "fsdp"),
 )
+OWN_TIME = (
+    *(Case(Mesh(1, 1, 1), 0, THREADS, schedule=kind) for kind in ("1f1b",)),
+    *(Case(Mesh(2, 1, 1), zero, THREADS) for zero in range(4)),
+    *(Case(Mesh(1, 1, 4), 0, THREADS, schedule=kind) for kind in ("gpipe", "1f1b", "zero-bubble")),
+    *(Case(Mesh(1, 1, 2, virtual=2), 0, THREADS, schedule=kind) for kind in ("interleaved", "zero-bubble-v")),
+    Case(Mesh(1, 2, 1), 0, THREADS),
+    Case(Mesh(2, 2, 2), 3, THREADS),
+    *(Case(Mesh(2, 1, 1), zero, PROCESSES) for zero in range(4)),
+    Case(Mesh(1, 1, 2), 0, PROCESSES),
+    Case(Mesh(1, 2, 1), 0, PROCESSES),
+)
 
 
-def task_of(case: Case) -> Task:
-    """Plan a case; return its program and initial values for the workers."""
-    mesh, m = case.mesh, 2 * case.mesh.pp if case.mesh.pp > 1 else 1
-    samples = SAMPLES * m
-    source = autoptd.trace(Trained(), seq=SEQ, precision="fp32")
+def task_of(case: Case, sizes: Sizes = TIMED, samples: int = SAMPLES, m: int = 1) -> Task:
+    """Plan a case; return its program and initial values for the workers. `m`: microbatches without a pipeline."""
+    mesh = case.mesh
+    if mesh.pp > 1:
+        m = 2 * mesh.pp
+    source = autoptd.trace(Trained(sizes), seq=sizes.seq, precision="fp32")
     fix = {
-        "dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "zero": case.zero, "micro": SAMPLES, "recompute": "none",
+        "dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "zero": case.zero, "micro": samples, "recompute": "none",
         "sequence_parallel": False, "stages": "even",
     }  # fmt: skip
-    made = autoptd.parallelize(source, world=mesh.world, batch=samples * mesh.dp, cluster="local", fix=fix)
-    return Task(made.program, made.layout, made.initial_values(), case.against, samples, m)
+    if mesh.pp > 1:
+        fix["schedule"] = case.schedule
+        if case.schedule == "interleaved":
+            fix["virtual"] = mesh.virtual
+    made = autoptd.parallelize(source, world=mesh.world, batch=samples * m * mesh.dp, cluster="local", fix=fix)
+    return Task(made.program, made.layout, made.initial_values(), case.against, samples * m, m, sizes)
+
+
+def measure_own(case: Case, steps: int) -> list[dict[str, tuple[int, float]]]:
+    """Measure a rank's own time by kind of action, for each rank, on a model whose ops take no time."""
+    task = task_of(case, TINY, samples=1, m=8)
+    mesh = task.layout.mesh
+    if case.against == THREADS:
+        with clocks():
+            return run_lockstep(mesh, lambda c: own_time(c, task, steps), in_turn=True)
+    with ProcessPool(mesh.world) as pool:
+        return pool.run(mesh, own_time_of_process, task, steps)
 
 
 def measure(case: Case, pairs: int = PAIRS) -> Outcome:
@@ -119,6 +152,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in CASES:
         if chosen.only in str(case):
             print(line(case, measure(case, chosen.pairs)), flush=True)
+    print("\nµs of the processor per action between ops: mean, then the slowest rank's by kind")
+    for case in OWN_TIME:
+        if chosen.only in str(case):
+            print(f"{case!s:46} {shown(measure_own(case, chosen.pairs))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
 from benchmarks.runtime.by_hand import Step, program
-from benchmarks.runtime.model import SEQ, VOCAB
+from benchmarks.runtime.model import TIMED, Sizes
 
 OPTIONS: Mapping[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
 WARM_UP = 3
@@ -38,6 +38,7 @@ class Task:
     against: str
     samples: int
     microbatches: int
+    sizes: Sizes = TIMED
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,17 @@ class Outcome:
     theirs_bytes: int
 
 
-def _ours(c: Communicators, task: Task) -> Step:
+def trainer_of(c: Communicators, task: Task) -> Trainer:
+    """Return this rank's trainer with the initial values. A collective."""
     with torch.device("meta"):
-        stage = load_stage(task.program, c.stage)(Axis(c.tp))
-    trainer = Trainer(stage, task.layout, c, "adamw", clip_norm=1.0, **OPTIONS)
+        stages = [load_stage(task.program, stage)(Axis(c.tp)) for stage in c.mesh.stages_of(c.stage)]
+    trainer = Trainer(stages, task.layout, c, "adamw", clip_norm=1.0, **OPTIONS)
     trainer.load_parameters(task.values)
+    return trainer
+
+
+def _ours(c: Communicators, task: Task) -> Step:
+    trainer = trainer_of(c, task)
 
     def step(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         loss = trainer.train_step(batch)
@@ -68,9 +75,10 @@ def _theirs(c: Communicators, task: Task) -> Step:
     return program(task.layout.mesh, task.against, OPTIONS, values, task.microbatches)
 
 
-def _batch(c: Communicators, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
+def batch_of(c: Communicators, task: Task, generator: torch.Generator) -> dict[str, Tensor]:
     """Return this rank's random tokens and targets; all ranks of one dp index get the same ones."""
-    tokens = torch.randint(VOCAB, (c.mesh.dp, samples, SEQ + 1), generator=generator)[c.dp.rank]
+    shape = (c.mesh.dp, task.samples, task.sizes.seq + 1)
+    tokens = torch.randint(task.sizes.vocab, shape, generator=generator)[c.dp.rank]
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
@@ -80,7 +88,7 @@ def by_turns(c: Communicators, task: Task, pairs: int) -> list[tuple[float, floa
     generator = torch.Generator().manual_seed(0)
     found = []
     for pair in range(WARM_UP + pairs):
-        batch = _batch(c, task.samples, generator)
+        batch = batch_of(c, task, generator)
         seconds, reported = [0.0, 0.0], [torch.zeros(2), torch.zeros(2)]
         for which in (0, 1) if pair % 2 else (1, 0):
             dist.barrier()
@@ -115,7 +123,7 @@ def peak_bytes(c: Communicators, task: Task, ours: bool) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = make(c, task)
         for _ in range(3):
-            step(_batch(c, task.samples, generator))
+            step(batch_of(c, task, generator))
         dist.barrier()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
