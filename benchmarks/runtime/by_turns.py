@@ -43,9 +43,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Step seconds of the emitted program and of the baseline, in pairs; peak bytes of the fullest rank for each."""
+    """Step seconds of the emitted program and of the baseline, in pairs; peak bytes of the fullest rank for each.
+
+    `seconds`: of the wall clock; `cpu_s`: of the processor, over all ranks, in which other load on the machine is not.
+    """
 
     seconds: list[tuple[float, float]]
+    cpu_s: list[tuple[float, float]]
     ours_bytes: int
     theirs_bytes: int
 
@@ -82,25 +86,30 @@ def batch_of(c: Communicators, task: Task, generator: torch.Generator) -> dict[s
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def by_turns(c: Communicators, task: Task, pairs: int) -> list[tuple[float, float]]:
-    """Return step seconds of the emitted program and of the baseline, in pairs. Collective: all ranks call it."""
+def by_turns(c: Communicators, task: Task, pairs: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return step seconds of the emitted program and of the baseline, in pairs, and this rank's of the processor.
+
+    Collective: all ranks call it.
+    """
     both = _ours(c, task), _theirs(c, task)
     generator = torch.Generator().manual_seed(0)
-    found = []
+    found, on_cpu = [], []
     for pair in range(WARM_UP + pairs):
         batch = batch_of(c, task, generator)
-        seconds, reported = [0.0, 0.0], [torch.zeros(2), torch.zeros(2)]
+        seconds, cpu_s, reported = [0.0, 0.0], [0.0, 0.0], [torch.zeros(2), torch.zeros(2)]
         for which in (0, 1) if pair % 2 else (1, 0):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             reported[which] = torch.stack([_whole(x) for x in both[which](batch)])
+            cpu_s[which] = time.process_time() - cpu_start
             dist.barrier()
             seconds[which] = time.perf_counter() - start
         if pair == 0:
             _check_same(c, *reported)
         if pair >= WARM_UP:
             found.append((seconds[0], seconds[1]))
-    return found
+            on_cpu.append((cpu_s[0], cpu_s[1]))
+    return found, on_cpu
 
 
 def _whole(x: Tensor) -> Tensor:
