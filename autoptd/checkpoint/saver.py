@@ -24,6 +24,7 @@ from autoptd.checkpoint.index import Index, merged, to_json
 from autoptd.checkpoint.progress import to_bytes
 from autoptd.checkpoint.torch_index import METADATA
 from autoptd.errors import CheckpointError
+from autoptd.runtime.comm.along_tree import Reasons, of_all, to_root
 from autoptd.runtime.comm.members import group_of_members
 
 T = TypeVar("T")
@@ -139,12 +140,9 @@ class Saver:
         return _RankFiles({name: digest(part / name) for name in mine}, dcp.written_by(self.rank, part, metadata))
 
     def _gather(self, mine: T) -> list[T]:
-        """Return the values of all ranks on rank 0, and [] on the others. A collective."""
-        if self.group is None:
-            return [mine]
-        each: list[Any] | None = [None] * dist.get_world_size(self.group) if self.rank == 0 else None
-        dist.gather_object(mine, each, dst=0, group=self.group)
-        return each or []
+        """Return the values of all ranks, by rank, on rank 0. A collective."""
+        found = to_root({self.rank: mine}, lambda a, b: a | b, self.group)
+        return [found[rank] for rank in sorted(found)]
 
     def on_all_ranks(self, step: str, do: Callable[[], T]) -> T:
         """Run a step of saving on each rank. Raises CheckpointError on all ranks if it fails on one. A collective."""
@@ -153,15 +151,26 @@ class Saver:
             found = do()
         except (OSError, CheckpointError) as error:
             failure = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(self.all_gather(failure)):
-            if text:
-                raise CheckpointError(f"checkpoints cannot be written: {text}", where=f"{step}, rank {rank}")
+        failed = self.reasons(failure)
+        if failed.count:
+            (rank, text), *others = failed.first
+            where = [f"{step}, rank {rank}", *(f"rank {other}: {theirs}" for other, theirs in others), *failed.more()]
+            raise CheckpointError(f"checkpoints cannot be written: {text}", where="\n".join(where))
         return cast(T, found)
 
-    def all_gather(self, mine: T) -> list[T]:
-        """Return the values of all ranks, by rank. A collective."""
-        if self.group is None:
-            return [mine]
-        each: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(each, mine, group=self.group)
-        return each
+    def reasons(self, mine: str) -> Reasons:
+        """Return what ranks found wrong, the same on all; "" for nothing. A collective."""
+        return of_all(Reasons.of(self.rank, mine), Reasons.merged, self.group)
+
+    def differing(self, mine: T) -> dict[int, T]:
+        """Return the value of rank 0, and of another rank if one has another value. A collective."""
+        return of_all({self.rank: mine}, _first_that_differ, self.group)
+
+
+def _first_that_differ(a: Mapping[int, T], b: Mapping[int, T]) -> dict[int, T]:
+    """Return the value of the lowest rank, and of the lowest rank with another one, by rank."""
+    found: dict[int, T] = {}
+    for rank, value in sorted({**a, **b}.items()):
+        if len(found) < 2 and value not in found.values():
+            found[rank] = value
+    return found

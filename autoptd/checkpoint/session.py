@@ -73,19 +73,21 @@ class Session:
         self.wait()
         self._saver.on_all_ranks(f"resume from {root}", lambda: folder.try_writing(root, self._saver.rank))
         names = [path.name for path in folder.newest_first(root)]
-        for rank, theirs in enumerate(self._saver.all_gather(names)):
-            if theirs != names:
-                raise CheckpointError(
-                    f"rank {self._saver.rank} sees {names or 'nothing'} there, rank {rank} {theirs or 'nothing'}",
-                    where=str(root),
-                    fix="give a folder that all nodes share",
-                )
+        if len(seen := self._saver.differing(names)) > 1:
+            (rank, some), (other, different) = seen.items()
+            raise CheckpointError(
+                f"rank {rank} sees {some or 'nothing'} there, rank {other} {different or 'nothing'}",
+                where=str(root),
+                fix="give a folder that all nodes share",
+            )
         damaged: list[str] = []
         for name in names:
             mine = damage_here(root / name, self._trainer.communicators)
-            if not (faults := "; ".join(filter(None, self._saver.all_gather(mine)))):
+            faults = self._saver.reasons(mine)
+            if not faults.count:
                 return self.load(root / name, others, optimizer=True), damaged
-            damaged.append(f"{root / name}: {faults}")
+            texts = [text for _, text in faults.first] + faults.more()
+            damaged.append(f"{root / name}: {'; '.join(texts)}")
         if damaged:
             fix = "start a new run in another folder"
             raise CheckpointError("all checkpoints are damaged", where="\n".join(damaged), fix=fix)

@@ -82,12 +82,11 @@ def _together(
 
     from autoptd.doctor.facts import gather
     from autoptd.doctor.files import check_folder
-    from autoptd.doctor.machine import check_machine
-    from autoptd.doctor.network import all_facts, check_clocks, check_links, check_reachable, check_shared
+    from autoptd.doctor.network import check_clocks, check_links, check_machines, check_reachable, check_shared
     from autoptd.runtime.comm.members import group_of_members
 
     group = group_of_members("doctor", range(dist.get_world_size()), "gloo", lazy=True)
-    yield from check_machine(all_facts(gather(), group), cluster)
+    yield from check_machines(gather(), cluster, group)
     if plan is not None and plan.world != place.world:
         fix = f"start {plan.world} processes, or plan for world={place.world}"
         yield Finding("FAIL", "world", f"{place.world} ranks run, the plan is for {plan.world}", fix)

@@ -8,21 +8,21 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
-from autoptd.doctor.facts import Finding, Gpu, MachineFacts
+from autoptd.doctor.facts import Finding, MachineFacts
+from autoptd.doctor.machine import check_machine
 from autoptd.layout.rank_tree import children, parent
 from autoptd.plans.data import MeshSizes
 from autoptd.profile.network import Network
 from autoptd.profile.record import Case, Measurement
 from autoptd.profile.timing import timer
+from autoptd.runtime.comm.along_tree import Reasons, from_root, of_all, to_root
 from autoptd.runtime.comm.listening import is_one_address
 
 _SIZES = 8 * 1024, 16 * 1024 * 1024  # bytes: one for latency, one for bandwidth
@@ -50,21 +50,20 @@ def check_port(port: int) -> Finding:
 def check_reachable(port: int, group: dist.ProcessGroup) -> Finding:
     """Listen on rank 0 and connect from all other ranks. A collective."""
     rank, host = dist.get_rank(), os.environ.get("MASTER_ADDR", "127.0.0.1")
-    found = [check_port(port) if rank == 0 else None]
-    dist.broadcast_object_list(found, 0, group=group)
-    first = found[0]
+    first = from_root(check_port(port) if rank == 0 else None, group)
     assert first is not None
     if first.grade != "ok":
         return first
     server = _listening(host, port) if rank == 0 else None
     dist.barrier(group)
-    failures = _all_gather(None if rank == 0 else _connection_failure(host, port), group)
+    failure = None if rank == 0 else _connection_failure(host, port)
+    failures = of_all(Reasons.of(rank, failure or ""), Reasons.merged, group)
     if server is not None:
         server.close()
-    wrong = [f"rank {i}: {text}" for i, text in enumerate(failures) if text]
-    if wrong:
+    if failures.count:
+        wrong = [f"rank {i}: {text}" for i, text in failures.first] + failures.more()
         fix = "open the port between the machines, or set MASTER_ADDR to an address that all of them can reach"
-        return Finding("FAIL", "port", f"{host}:{port} cannot be reached by {'; '.join(wrong[:4])}", fix)
+        return Finding("FAIL", "port", f"{host}:{port} cannot be reached by {'; '.join(wrong)}", fix)
     return Finding("ok", "port", f"{host}:{port} is free, and all ranks can reach it")
 
 
@@ -100,16 +99,11 @@ def _connection_failure(host: str, port: int) -> str | None:
 # --- exchanges between ranks ----------------------------------------------------------------------------------------
 
 
-def all_facts(own: MachineFacts, group: dist.ProcessGroup) -> list[MachineFacts]:
-    """Return the facts of all ranks, by rank. A collective."""
-    gathered = _all_gather(asdict(own), group)
-    return [MachineFacts(**{**data, "gpus": tuple(Gpu(**gpu) for gpu in data["gpus"])}) for data in gathered]
-
-
-def _all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+def check_machines(own: MachineFacts, cluster: Cluster | None, group: dist.ProcessGroup) -> list[Finding]:
+    """Return the findings of `check_machine` on the facts of all ranks. A collective."""
+    facts = to_root({dist.get_rank(group): own}, lambda a, b: a | b, group)
+    here = dist.get_rank(group) == 0
+    return from_root(list(check_machine([facts[i] for i in sorted(facts)], cluster)) if here else [], group)
 
 
 def check_clocks(group: dist.ProcessGroup) -> Finding:
@@ -119,14 +113,19 @@ def check_clocks(group: dist.ProcessGroup) -> Finding:
     the rank above in the tree.
     """
     rank, world = dist.get_rank(), dist.get_world_size(group)
+    own = torch.zeros(1, dtype=torch.float64)
     if rank:
         _answer_pings(parent(rank), group)
-    found = _all_gather([_offset_s(other, group) for other in children(rank, world)], group)
-    offsets = {0: 0.0}
-    for above, each in enumerate(found):
-        offsets |= {other: offsets[above] + s for other, s in zip(children(above, world), each, strict=True)}
-    del offsets[0]
-    return judged_clocks(offsets)
+        dist.recv(own, parent(rank), group=group)
+    for other in children(rank, world):
+        dist.send(own + _offset_s(other, group), other, group=group)
+    mine = {rank: float(own)} if rank else {}
+    return judged_clocks(of_all(mine, _furthest, group))
+
+
+def _furthest(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
+    """Return the largest of two ranks' offsets, by rank."""
+    return dict([max([*a.items(), *b.items()], key=lambda row: (abs(row[1]), -row[0]))] if a or b else [])
 
 
 def judged_clocks(offsets_s: Mapping[int, float]) -> Finding:
@@ -163,19 +162,21 @@ def _answer_pings(other: int, group: dist.ProcessGroup) -> None:
 def check_shared(folder: Path, group: dist.ProcessGroup) -> Finding:
     """Check that all ranks see a file that rank 0 writes to the folder of checkpoints. A collective."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    name = [""]
+    name = ""
     if dist.get_rank() == 0 and os.access(existing, os.W_OK):
         descriptor, path = tempfile.mkstemp(prefix=".autoptd-doctor-", dir=existing)
         os.close(descriptor)
-        name = [Path(path).name]
-    dist.broadcast_object_list(name, 0, group=group)
-    probe = existing / (name[0] or f".autoptd-doctor-{secrets.token_hex(8)}")
-    blind = [rank for rank, seen in enumerate(_all_gather(probe.exists(), group)) if not seen]
+        name = Path(path).name
+    name = from_root(name, group)
+    probe = existing / (name or f".autoptd-doctor-{secrets.token_hex(8)}")
+    rank = dist.get_rank()
+    blind = of_all(Reasons.of(rank, "" if probe.exists() else "does not see it"), Reasons.merged, group)
     dist.barrier(group)
-    if dist.get_rank() == 0:
+    if rank == 0:
         probe.unlink(missing_ok=True)
-    if blind:
-        ranks = f"rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind[:8]))}"
+    if blind.count:
+        shown = [*(str(other) for other, _ in blind.first), *blind.more()]
+        ranks = f"rank{'s' * (blind.count > 1)} {', '.join(shown)}"
         fix = "give a folder on a file system that all machines share: --checkpoint FOLDER"
         return Finding("FAIL", "shared folder", f"{existing} is not shared between rank 0 and {ranks}", fix)
     return Finding("ok", "shared folder", f"{existing} is shared by all ranks")

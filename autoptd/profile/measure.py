@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from autoptd.errors import ClusterError
 from autoptd.profile.budget import first_line, spend
@@ -95,7 +93,7 @@ def _measure(place: Place, limit_s: float, advance: Advance) -> ProfileRecord:
         return time.perf_counter() - started
 
     found = spend(ops, limit_s * (_OPS_SHARE if network else 1), elapsed_s, partial(_time_op, place, clock), report)
-    found = _median_of_ranks(found) if network else found
+    found = _median_of_ranks(found, network) if network else found
     context_bytes = _context_bytes(place.device)
     if network:
         found += spend(
@@ -119,21 +117,14 @@ def _time_exchange(network: Network, case: Case, share_s: float) -> Measurement 
     return network.measure(case, share_s)
 
 
-def _median_of_ranks(mine: list[Measurement | Skipped]) -> list[Measurement | Skipped]:
+def _median_of_ranks(mine: list[Measurement | Skipped], network: Network) -> list[Measurement | Skipped]:
     """Return each case with the median of the ranks that timed it; skipped if none did. A collective."""
-    by_rank: list[list[Measurement | Skipped]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, mine)
-    merged: list[Measurement | Skipped] = []
-    for results in zip(*by_rank, strict=True):
-        points = [result for result in results if isinstance(result, Measurement)]
-        if not points:
-            merged.append(results[0])
-            continue
-        seconds = statistics.median(point.seconds for point in points)
-        merged.append(
-            Measurement(case=results[0].case, seconds=seconds, repeats=sum(point.repeats for point in points))
-        )
-    return merged
+    seconds = network.medians([x.seconds if isinstance(x, Measurement) else None for x in mine])
+    repeats = network.sums([x.repeats if isinstance(x, Measurement) else 0 for x in mine])
+    return [
+        own if median is None else Measurement(case=own.case, seconds=median, repeats=n)
+        for own, median, n in zip(mine, seconds, repeats, strict=True)
+    ]
 
 
 def _record(place: Place, context_bytes: int, found: list[Measurement | Skipped]) -> ProfileRecord:

@@ -6,7 +6,9 @@ that no rank waits in a collective that another has skipped. A case's time is th
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,29 @@ class Network:
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return [float(x) for x in numbers.tolist()]
+
+    def sums(self, values: Sequence[int]) -> list[int]:
+        """Return the sum of each value over all ranks. A collective."""
+        numbers = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(numbers)
+        return numbers.tolist()
+
+    def medians(self, values: Sequence[float | None]) -> list[float | None]:
+        """Return the median of each positive value over the ranks that have it; None if none does. A collective.
+
+        The two numbers in the middle are found bit by bit, by counting the ranks with a smaller one, so that no rank
+        has the numbers of all. The bits of positive floats, as integers, are in the order of the floats.
+        """
+        own = torch.tensor([math.inf if x is None else x for x in values], dtype=torch.float64).view(torch.int64)
+        known = self.sums([x is not None for x in values])
+        below = torch.tensor([[(n - 1) // 2 for n in known], [n // 2 for n in known]])  # smaller numbers, of each
+        found = torch.zeros_like(below)
+        for bit in reversed(range(63)):
+            tried = found + (1 << bit)
+            smaller = torch.tensor(self.sums((own < tried).flatten().tolist())).view_as(below)
+            found = torch.where(smaller <= below, tried, found)
+        middle = found.view(torch.float64).mean(0).tolist()
+        return [x if n else None for x, n in zip(middle, known, strict=True)]
 
     def group(self, ranks: int, stride: int) -> ProcessGroup:
         """Return this rank's group of `ranks` members `stride` apart, made on first use. A collective of these."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.comm.listening import LOOPBACK, host_store, on_loopback, on_named_interface
+from autoptd.runtime.comm.members import lazy_gloo
 from autoptd.runtime.comm.processes import default_device
 
 _TIMEOUT = timedelta(seconds=120)
@@ -54,7 +55,7 @@ def joined() -> Iterator[Place]:
     if not launched():
         yield Place(0, 1, 1, device)
         return
-    with on_named_interface(_TIMEOUT):
+    with on_named_interface(_TIMEOUT), lazy_gloo(True):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
         try:
             world = dist.get_world_size()

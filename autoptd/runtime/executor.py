@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait
 from autoptd.runtime.profiler_ranges import in_ranges
 from autoptd.runtime.split_backward import Root, WeightBackward, backward_inputs
-from autoptd.schedule import SENDS, SENDS_UNDER_WAY, Action, Actions, channel_of
+from autoptd.schedule import RECEIVES, SENDS, SENDS_UNDER_WAY, Action, Actions, StageMap, channel_of, peer_of
 
 
 class BackwardHooks(Protocol):
@@ -46,6 +47,36 @@ class BackwardHooks(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """One of this rank's stages and its neighbours: what is the same in all steps, so that actions look nothing up.
+
+    `number`: of the stage in the model. `modules`: as text. `before`, `after`: the chunk of the previous and of the
+    next stage if this rank holds it. By kind of send and receive: `edges`, the channel if the neighbour is another
+    rank; `wires`, all of them for activations, those with gradients for gradients.
+    """
+
+    stage: Stage
+    number: int
+    modules: str
+    before: int | None
+    after: int | None
+    edges: Mapping[str, Edge]
+    wires: Mapping[str, tuple[Wire, ...]]
+
+    @staticmethod
+    def of(rank: int, chunk: int, stage: Stage, route: StageMap, modules: Sequence[str]) -> _Chunk:
+        """Describe chunk `chunk` of pipeline rank `rank`. `modules`: of each stage of the model, or ()."""
+        number = route.stage(rank, chunk)
+        hops = [route.hop(rank, chunk, step) for step in (-1, 1)]
+        before, after = (there[1] if there and there[0] == rank else None for there in hops)
+        ends = [Action(kind, 0, chunk) for kind in ("RF", "SF", "RB", "SB")]
+        edges = {end.kind: channel_of(rank, end, route) for end in ends if peer_of(rank, end, route) is not None}
+        back, on = (tuple(w for w in wires if w.requires_grad) for wires in (stage.receives, stage.sends))
+        wires = {"RF": stage.receives, "SF": stage.sends, "RB": on, "SB": back}
+        return _Chunk(stage, number, modules[number] if modules else "", before, after, edges, wires)
+
+
 class Executor:
     """Runs action lists on one rank; `stages` are its chunks."""
 
@@ -62,9 +93,9 @@ class Executor:
         modules, as text for errors and profilers. `slices`: scatter-gather P2P of tensors that are replicated over tp
         (Narayanan et al. 2021, section 4.1)."""
         self._slices = communicators.tp.size if slices else 1
-        self._modules = tuple(modules)
-        self._stages = tuple(stages)
-        named = ((name, p) for stage in self._stages for name, p in stage.named_parameters())
+        route = communicators.mesh.route
+        self._chunks = [_Chunk.of(communicators.stage, k, each, route, modules) for k, each in enumerate(stages)]
+        named = ((name, p) for stage in stages for name, p in stage.named_parameters())
         self._at_once = frozenset(id(p) for name, p in named if name in recomputed)
         self._comm = communicators
         self._dropout = dropout
@@ -106,33 +137,32 @@ class Executor:
         }
         status = self._comm.watch.status
         for action in in_ranges(actions, self._range):
-            stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
-            status.enter(str(action), stage, action.microbatch, self._module(action))
+            chunk = self._chunks[action.chunk]
             if action.microbatch is None:
+                status.enter(action.kind, chunk.number, None, "")
                 end[action.kind]()
                 continue
+            status.enter(str(action), chunk.number, action.microbatch, chunk.modules)
             makes = gradients if action.kind in ("B", "W") else None
             try:
                 if makes is not None:
                     makes.before_backward(action.chunk, action.kind, action == lasts[action.kind, action.chunk])
-                with status.of_modules(self._stages[action.chunk]):
-                    do[action.kind](action)
+                do[action.kind](action)
                 if makes is not None:
                     makes.after_backward(action.chunk, action.kind == "W" or not run.splits_backward)
-            except RuntimeError as error:
+            except BaseException as error:
+                status.attribute(error, chunk.stage)
+                if not isinstance(error, RuntimeError):
+                    raise
                 where = f"{status.here}, rank {self._comm.rank} ({self._comm.mesh})"
                 raise RuntimeFault(f"{type(error).__name__}: {error}", where=where) from error
         run.finish_sends()
         status.leave()
 
-    def _module(self, action: Action) -> str:
-        """Return the modules that an action runs, as text."""
-        stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
-        return self._modules[stage] if self._modules and action.microbatch is not None else ""
-
     def _range(self, action: Action) -> str:
-        stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
-        return " ".join(filter(None, (f"{action} stage {stage}", self._module(action))))
+        chunk = self._chunks[action.chunk]
+        modules = chunk.modules if action.microbatch is not None else ""
+        return " ".join(filter(None, (f"{action} stage {chunk.number}", modules)))
 
 
 class _StepState:
@@ -154,15 +184,15 @@ class _StepState:
         self.loss_of_sums, self.sums = loss_of_sums, sums
         self.hooks = gradients
         self.counted = len(microbatches) if counted is None else counted
-        self.stages, self.comm, self.dropout = executor._stages, executor._comm, executor._dropout
+        self.chunks, self.comm, self.dropout = executor._chunks, executor._comm, executor._dropout
         self.actions, self.microbatches, self.counts = actions, microbatches, counts
-        self.route = self.comm.mesh.route
-        self.training = any(action.kind == "B" for action in actions)
-        self.splits_backward = any(action.kind == "W" for action in actions)
+        kinds = {action.kind for action in actions}
+        self.training, self.splits_backward = "B" in kinds, "W" in kinds
         self.at_once = executor._at_once
         self.first = [0, *accumulate(map(sample_count, microbatches))]  # first sample of each in this dp rank's share
         self.weight_passes: dict[At, WeightBackward] = {}  # W passes whose B is done
-        self.sizes = [[_sizes(stage, mb) for mb in microbatches] for stage in self.stages]
+        self.sizes = [[_sizes(chunk.stage, mb) for mb in microbatches] for chunk in self.chunks]
+        self.parts: dict[tuple[str | int, ...], list[MessagePart]] = {}  # by kind, chunk and sizes
         self.received: dict[At, Tensors] = {}
         self.outputs: dict[At, Tensors] = {}
         self.gradients: dict[At, Tensors] = {}
@@ -171,43 +201,35 @@ class _StepState:
         self.slices = executor._slices
         messages: dict[Edge, deque[tuple[At, list[MessagePart]]]] = {}
         for action in actions:
-            if action.kind in ("RF", "RB"):
-                messages.setdefault(self._edge(action), deque()).append((_at(action), self._parts(action)))
+            if action.kind in RECEIVES:
+                edge = self.chunks[action.chunk].edges[action.kind]
+                messages.setdefault(edge, deque()).append((_at(action), self._parts(action.kind, *_at(action))))
         c = self.comm
         self.inboxes = {edge: Inbox(c.edges[edge], order, c.tp, c.device) for edge, order in messages.items()}
 
     # ---- messages ----
 
-    def _edge(self, action: Action) -> Edge:
-        return channel_of(self.comm.stage, action, self.route)
-
-    def _wires(self, action: Action) -> tuple[Wire, ...]:
-        """Return the wires of a send or receive: all for activations, those with gradients for gradients."""
-        stage = self.stages[action.chunk]
-        wires = stage.receives if action.kind in ("RF", "SB") else stage.sends
-        return wires if action.kind in ("RF", "SF") else tuple(wire for wire in wires if wire.requires_grad)
-
-    def _parts(self, action: Action) -> list[MessagePart]:
+    def _parts(self, kind: str, i: int, chunk: int) -> list[MessagePart]:
         """Return the tensors of a message as they go through the channel."""
-        i, chunk = _at(action)
-        gradient = action.kind in ("SB", "RB")
-        return [
-            MessagePart(
-                tuple(w.shape(**self.sizes[chunk][i])), w.dtype, self.slices if w.is_whole(gradient=gradient) else 1
-            )
-            for w in self._wires(action)
-        ]
+        sizes = self.sizes[chunk][i]
+        key = (kind, chunk, *sizes.values())
+        if (found := self.parts.get(key)) is None:
+            wires, gradient = self.chunks[chunk].wires[kind], kind in ("SB", "RB")
+            slices = [self.slices if wire.is_whole(gradient=gradient) else 1 for wire in wires]
+            found = [MessagePart(tuple(w.shape(**sizes)), w.dtype, n) for w, n in zip(wires, slices, strict=True)]
+            self.parts[key] = found
+        return found
 
     def handshake(self) -> None:
         """Compare every message of this step with the neighbouring ranks. Raises RuntimeFault."""
         lines: dict[bool, dict[Edge, list[str]]] = {True: {}, False: {}}
-        ends = self.route.edges()
+        ends = self.comm.mesh.route.edges()
         for number, direction in self.comm.edges:
             sends = ends[number][direction == "backward"] == self.comm.stage
             lines[sends][number, direction] = []
         for action in self.actions:
-            if action.kind in ("SF", "SB", "RF", "RB"):
-                edge = self._edge(action)
+            if action.kind in (*SENDS, *RECEIVES):
+                edge = self.chunks[action.chunk].edges[action.kind]
                 lines[action.kind in SENDS][edge].extend(self._message(action, edge[1]))
         out, into = (
             [(self.comm.edges[e], texts) for e, texts in sorted(lines[sent].items())] for sent in (True, False)
@@ -216,19 +238,20 @@ class _StepState:
 
     def _message(self, action: Action, direction: str) -> list[str]:
         """Describe each tensor of a message in a line; edge i follows stage i, on both sides."""
-        assert action.microbatch is not None
-        stage = self.comm.mesh.stages_of(self.comm.stage)[action.chunk]
-        sizes = self.sizes[action.chunk][action.microbatch]
-        edge = stage if action.kind in ("SF", "RB") else stage - 1
-        where = f"{direction} edge {edge} microbatch {action.microbatch}"
-        return [f"{where}: {w.name} {w.dtype} {list(w.shape(**sizes))}" for w in self._wires(action)]
+        i, chunk = _at(action)
+        here = self.chunks[chunk]
+        edge = here.number if action.kind in ("SF", "RB") else here.number - 1
+        where = f"{direction} edge {edge} microbatch {i}"
+        pairs = zip(here.wires[action.kind], self._parts(action.kind, i, chunk), strict=True)
+        return [f"{where}: {wire.name} {part.dtype} {list(part.shape)}" for wire, part in pairs]
 
     def _send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        edge = self._edge(action)
+        edge = self.chunks[action.chunk].edges[action.kind]
         under_way = self.sending.setdefault(edge, deque())
         if len(under_way) == SENDS_UNDER_WAY:
             wait(under_way.popleft())
-        cut = [part.cut(x, self.comm.tp.rank) for part, x in zip(self._parts(action), tensors, strict=True)]
+        parts, rank = self._parts(action.kind, *_at(action)), self.comm.tp.rank
+        cut = [part.cut(x, rank) for part, x in zip(parts, tensors, strict=True)]
         under_way.append([self.comm.edges[edge].send(x) for x in cut])
 
     def finish_sends(self) -> None:
@@ -240,17 +263,18 @@ class _StepState:
 
     def receive_activations(self, action: Action) -> None:
         at = _at(action)
-        self._take(at, self.inboxes[self._edge(action)].take(at))
+        self._take(at, self.inboxes[self.chunks[at[1]].edges["RF"]].take(at))
 
     def _take(self, at: At, tensors: Tensors) -> None:
-        for wire, x in zip(self.stages[at[1]].receives, tensors, strict=True):
+        for wire, x in zip(self.chunks[at[1]].wires["RF"], tensors, strict=True):
             x.requires_grad_(wire.requires_grad and self.training)
         self.received[at] = tensors
 
     def forward(self, action: Action) -> None:
-        (i, chunk), stage = _at(action), self.stages[action.chunk]
+        (i, chunk), here = _at(action), self.chunks[action.chunk]
+        stage, own = here.stage, here.before
         self.dropout.sample = self.first[i]
-        if (own := self._own(chunk, -1)) is not None:
+        if own is not None:
             self._take((i, chunk), tuple(x.detach() for x in self.outputs[i, own]))
         given: dict[str, Any] = {name: self.microbatches[i][name] for name in stage.inputs}
         if stage.is_last or stage.reads_counts:
@@ -273,17 +297,13 @@ class _StepState:
             if own is not None:
                 del self.outputs[i, own]
 
-    def _own(self, chunk: int, step: int) -> int | None:
-        """Return the chunk of the next stage (`step` 1) or previous one (-1) if this rank holds it, else None."""
-        there = self.route.hop(self.comm.stage, chunk, step)
-        return there[1] if there is not None and there[0] == self.comm.stage else None
-
     def _check_outputs(self, i: int, chunk: int) -> None:
-        for wire, x in zip(self.stages[chunk].sends, self.outputs[i, chunk], strict=True):
-            shape = tuple(wire.shape(**self.sizes[chunk][i]))
-            if tuple(x.shape) != shape or x.dtype != wire.dtype:
+        wires, parts = self.chunks[chunk].wires["SF"], self._parts("SF", i, chunk)
+        for wire, part, x in zip(wires, parts, self.outputs[i, chunk], strict=True):
+            if x.shape != part.shape or x.dtype != part.dtype:
+                expects = f"{part.dtype} {list(part.shape)}"
                 raise RuntimeFault(
-                    f"{wire.name} is {x.dtype} {list(x.shape)}, but the next stage expects {wire.dtype} {list(shape)}",
+                    f"{wire.name} is {x.dtype} {list(x.shape)}, but the next stage expects {expects}",
                     where=f"stage {self.comm.stage}, microbatch {i}",
                 )
 
@@ -295,19 +315,19 @@ class _StepState:
 
     def receive_gradients(self, action: Action) -> None:
         at = _at(action)
-        self.gradients[at] = self.inboxes[self._edge(action)].take(at)
+        self.gradients[at] = self.inboxes[self.chunks[at[1]].edges["RB"]].take(at)
 
     def backward(self, action: Action) -> None:
-        (i, chunk), stage = _at(action), self.stages[action.chunk]
+        (i, chunk), here = _at(action), self.chunks[action.chunk]
         self.dropout.sample = self.first[i]
         outputs = self.outputs.pop((i, chunk))
-        if stage.is_last:
+        if here.stage.is_last:
             (share,) = outputs
             roots: list[Root] = [(share, self._gradient_of(share, self.first[i]))]
         else:
-            if (own := self._own(chunk, 1)) is not None:
-                self.gradients[i, chunk] = self._returned(i, own)
-            awaited = [x for wire, x in zip(stage.sends, outputs, strict=True) if wire.requires_grad]
+            if here.after is not None:
+                self.gradients[i, chunk] = self._returned(i, here.after)
+            awaited = [x for wire, x in zip(here.wires["SF"], outputs, strict=True) if wire.requires_grad]
             roots = list(zip(awaited, self.gradients.pop((i, chunk)), strict=True))
         # an output that depends on frozen parameters only has no gradient
         roots = [(x, grad) for x, grad in roots if x.requires_grad]
@@ -332,7 +352,7 @@ class _StepState:
 
     def _returned(self, i: int, chunk: int) -> Tensors:
         """Return the gradients of what a chunk received, and forget both."""
-        pairs = zip(self.stages[chunk].receives, self.received.pop((i, chunk)), strict=True)
+        pairs = zip(self.chunks[chunk].wires["RF"], self.received.pop((i, chunk)), strict=True)
         leaves = [x for wire, x in pairs if wire.requires_grad]
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
 

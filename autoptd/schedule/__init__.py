@@ -32,6 +32,7 @@ rank. `with_communication` derives the rest.
 from __future__ import annotations
 
 from autoptd.schedule.actions import (
+    RECEIVES,
     SENDS,
     Action,
     Actions,
@@ -62,6 +63,7 @@ from autoptd.schedule.schedules import (
 from autoptd.schedule.stage_map import Channel, StageMap, channel_of, peer_of
 
 __all__ = [
+    "RECEIVES",
     "RUNNABLE",
     "SCHEDULES",
     "SENDS",

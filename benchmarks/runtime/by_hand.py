@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autoptd.layout.mesh import Mesh
-from benchmarks.runtime.model import LAYERS, Decoder, mean_cross_entropy
+from benchmarks.runtime.model import LAYERS, TIMED, Decoder, mean_cross_entropy
 
 Step = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
@@ -42,7 +42,7 @@ def program(mesh: Mesh, dp: str, options: Mapping[str, Any], values: Mapping[str
     device_mesh = init_device_mesh("cpu", (mesh.pp, mesh.dp, mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
     rank = device_mesh.get_local_rank("pp")
     share = LAYERS // mesh.pp
-    model = Decoder(range(rank * share, (rank + 1) * share), first=rank == 0, last=rank == mesh.pp - 1)
+    model = Decoder(TIMED, range(rank * share, (rank + 1) * share), first=rank == 0, last=rank == mesh.pp - 1)
     model.load_state_dict({name: values[name] for name in model.state_dict()})
     if mesh.tp > 1:
         _split(model, device_mesh["tp"])

@@ -22,7 +22,7 @@ from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.trainer import Trainer
 from benchmarks.runtime.by_hand import Step, program
-from benchmarks.runtime.model import SEQ, VOCAB
+from benchmarks.runtime.model import TIMED, Sizes
 
 OPTIONS: Mapping[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
 WARM_UP = 3
@@ -38,22 +38,33 @@ class Task:
     against: str
     samples: int
     microbatches: int
+    sizes: Sizes = TIMED
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Step seconds of the emitted program and of the baseline, in pairs; peak bytes of the fullest rank for each."""
+    """Step seconds of the emitted program and of the baseline, in pairs; peak bytes of the fullest rank for each.
+
+    `seconds`: of the wall clock; `cpu_s`: of the processor, over all ranks, in which other load on the machine is not.
+    """
 
     seconds: list[tuple[float, float]]
+    cpu_s: list[tuple[float, float]]
     ours_bytes: int
     theirs_bytes: int
 
 
-def _ours(c: Communicators, task: Task) -> Step:
+def trainer_of(c: Communicators, task: Task) -> Trainer:
+    """Return this rank's trainer with the initial values. A collective."""
     with torch.device("meta"):
-        stage = load_stage(task.program, c.stage)(Axis(c.tp))
-    trainer = Trainer(stage, task.layout, c, "adamw", clip_norm=1.0, **OPTIONS)
+        stages = [load_stage(task.program, stage)(Axis(c.tp)) for stage in c.mesh.stages_of(c.stage)]
+    trainer = Trainer(stages, task.layout, c, "adamw", clip_norm=1.0, **OPTIONS)
     trainer.load_parameters(task.values)
+    return trainer
+
+
+def _ours(c: Communicators, task: Task) -> Step:
+    trainer = trainer_of(c, task)
 
     def step(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         loss = trainer.train_step(batch)
@@ -68,31 +79,37 @@ def _theirs(c: Communicators, task: Task) -> Step:
     return program(task.layout.mesh, task.against, OPTIONS, values, task.microbatches)
 
 
-def _batch(c: Communicators, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
+def batch_of(c: Communicators, task: Task, generator: torch.Generator) -> dict[str, Tensor]:
     """Return this rank's random tokens and targets; all ranks of one dp index get the same ones."""
-    tokens = torch.randint(VOCAB, (c.mesh.dp, samples, SEQ + 1), generator=generator)[c.dp.rank]
+    shape = (c.mesh.dp, task.samples, task.sizes.seq + 1)
+    tokens = torch.randint(task.sizes.vocab, shape, generator=generator)[c.dp.rank]
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def by_turns(c: Communicators, task: Task, pairs: int) -> list[tuple[float, float]]:
-    """Return step seconds of the emitted program and of the baseline, in pairs. Collective: all ranks call it."""
+def by_turns(c: Communicators, task: Task, pairs: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return step seconds of the emitted program and of the baseline, in pairs, and this rank's of the processor.
+
+    Collective: all ranks call it.
+    """
     both = _ours(c, task), _theirs(c, task)
     generator = torch.Generator().manual_seed(0)
-    found = []
+    found, on_cpu = [], []
     for pair in range(WARM_UP + pairs):
-        batch = _batch(c, task.samples, generator)
-        seconds, reported = [0.0, 0.0], [torch.zeros(2), torch.zeros(2)]
+        batch = batch_of(c, task, generator)
+        seconds, cpu_s, reported = [0.0, 0.0], [0.0, 0.0], [torch.zeros(2), torch.zeros(2)]
         for which in (0, 1) if pair % 2 else (1, 0):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             reported[which] = torch.stack([_whole(x) for x in both[which](batch)])
+            cpu_s[which] = time.process_time() - cpu_start
             dist.barrier()
             seconds[which] = time.perf_counter() - start
         if pair == 0:
             _check_same(c, *reported)
         if pair >= WARM_UP:
             found.append((seconds[0], seconds[1]))
-    return found
+            on_cpu.append((cpu_s[0], cpu_s[1]))
+    return found, on_cpu
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -115,7 +132,7 @@ def peak_bytes(c: Communicators, task: Task, ours: bool) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = make(c, task)
         for _ in range(3):
-            step(_batch(c, task.samples, generator))
+            step(batch_of(c, task, generator))
         dist.barrier()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -6,20 +6,37 @@ of rotary positions; queries, keys and values are separate layers, so that PyTor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCAB, SEQ, WIDTH, INNER, LAYERS, HEADS = 2048, 128, 256, 704, 8, 8
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model; `inner`: width between the two layers of a perceptron."""
+
+    vocab: int
+    seq: int
+    width: int
+    inner: int
+    layers: int
+    heads: int
+
+
+TIMED = Sizes(vocab=2048, seq=128, width=256, inner=704, layers=8, heads=8)
+TINY = Sizes(vocab=32, seq=4, width=8, inner=16, layers=8, heads=2)  # ops of negligible size
+VOCAB, SEQ, WIDTH, LAYERS = TIMED.vocab, TIMED.seq, TIMED.width, TIMED.layers
 
 
 class Attention(nn.Module):
     """Causal self-attention; `head`: size of a head. The number of heads follows from the input, as tp splits them."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.head = WIDTH // HEADS
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.head = sizes.width // sizes.heads
+        self.q, self.k, self.v, self.out = (nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
@@ -31,20 +48,20 @@ class Attention(nn.Module):
 class Perceptron(nn.Module):
     """A gated perceptron (Shazeer 2020)."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
-        self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(sizes.width, sizes.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(sizes.inner, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = (nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attention, self.perceptron = Attention(), Perceptron()
+        self.norm_1, self.norm_2 = (nn.LayerNorm(sizes.width) for _ in range(2))
+        self.attention, self.perceptron = Attention(sizes), Perceptron(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -54,13 +71,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Decoder from tokens to logits, or a pipeline stage of it; `first`: with embeddings, `last`: with the head."""
 
-    def __init__(self, blocks: range = range(LAYERS), *, first: bool = True, last: bool = True) -> None:
+    def __init__(self, sizes: Sizes, blocks: range, *, first: bool = True, last: bool = True) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCAB, WIDTH) if first else None
-        self.positions = nn.Embedding(SEQ, WIDTH) if first else None
-        self.blocks = nn.ModuleDict({str(i): Block() for i in blocks})
-        self.norm = nn.LayerNorm(WIDTH) if last else None
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False) if last else None
+        self.tokens = nn.Embedding(sizes.vocab, sizes.width) if first else None
+        self.positions = nn.Embedding(sizes.seq, sizes.width) if first else None
+        self.blocks = nn.ModuleDict({str(i): Block(sizes) for i in blocks})
+        self.norm = nn.LayerNorm(sizes.width) if last else None
+        self.head = nn.Linear(sizes.width, sizes.vocab, bias=False) if last else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tokens is not None and self.positions is not None:
@@ -73,9 +90,9 @@ class Decoder(nn.Module):
 class Trained(nn.Module):
     """Decoder with its loss, the input of `autoptd.parallelize`."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes = TIMED) -> None:
         super().__init__()
-        self.decoder = Decoder()
+        self.decoder = Decoder(sizes, range(sizes.layers))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return mean_cross_entropy(self.decoder(tokens), targets)

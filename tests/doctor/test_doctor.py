@@ -217,12 +217,8 @@ def checks_between(_: Communicators, folder: str, port: int) -> list[str]:
             patch.setattr(network.time, "time", lambda: now() - 10)
             patch.setenv("MASTER_ADDR", "127.0.0.1.nowhere.invalid")
         found += [network.check_clocks(group), network.check_reachable(port, group)]
-    facts = replace(NODE, host=f"node{rank}", local_ranks=rank + 1)
-    told = network.all_facts(facts, group)
-    assert [(one.host, one.local_ranks, one.gpus) for one in told] == [
-        ("node0", 1, (H100,) * 8),
-        ("node1", 2, (H100,) * 8),
-    ]
+    both = [replace(NODE, host=f"node{i}", versions={**NODE.versions, "torch": str(i)}) for i in range(2)]
+    assert network.check_machines(both[rank], None, group) == list(check_machine(both, None))
     return list(map(str, found))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -17,14 +19,18 @@ import torch
 import autoptd.cli.main as cli
 from autoptd.cost_models.cluster import AttentionRates, Cluster, Device, HostMemory, Link, Peaks, Sustained
 from autoptd.errors import ClusterError
+from autoptd.layout.mesh import Mesh
 from autoptd.profile.budget import spend
 from autoptd.profile.cases import host_series, network_series, op_series
 from autoptd.profile.fit import fit
 from autoptd.profile.host import dispatch_s, host_run
+from autoptd.profile.network import Network
 from autoptd.profile.record import Case, Measurement, ProfileRecord, Skipped
 from autoptd.profile.report import predicted_s, rows
 from autoptd.profile.search import best_rate, best_two
 from autoptd.profile.toml import cluster_toml
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
 from tests.profile.launched import listening, one_fails
 
 # No existing device, so that no datasheet applies; only products of peaks and sustained fractions matter.
@@ -452,3 +458,21 @@ def test_a_launch_in_training_takes_the_host_longer_than_one_in_a_loop():
     alone_s = (time.perf_counter() - start) / 1000
     seconds, steps = dispatch_s(torch.device("cpu"))
     assert steps > 1 and 2 * alone_s < seconds < 1e-2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_medians_of_ranks_are_found_by_counting(world: int) -> None:
+    """Of each value over the ranks that have it, exactly, whether their number is even or odd."""
+    draw = random.Random(world)
+    rows: list[list[float | None]] = [
+        [draw.choice([None, 1e-6, 3e-5, 10 ** draw.uniform(-7, 2)]) for _ in range(40)] + [None] for _ in range(world)
+    ]
+
+    def body(c: Communicators) -> list[float | None]:
+        network = object.__new__(Network)
+        network.sums = lambda values: c.world.all_reduce(torch.tensor(values, dtype=torch.int64)).tolist()  # type: ignore[method-assign]
+        return network.medians(rows[c.rank])
+
+    known = [[x for x in column if x is not None] for column in zip(*rows, strict=True)]
+    expected = [statistics.median(each) if each else None for each in known]
+    assert all(found == expected for found in run_lockstep(Mesh(dp=world), body))

@@ -40,7 +40,7 @@ def mean_of_means(patch: Patch) -> None:
     whole = executor._StepState.forward
 
     def forward(self: Any, action: Any) -> None:
-        stage = self.stages[action.chunk]
+        stage = self.chunks[action.chunk].stage
         if stage.is_last:
             (count,) = stage.loss_counts(labels=self.microbatches[action.microbatch]["labels"])
             self.counts = lambda: (count.clamp(min=1) * len(self.microbatches) * self.comm.mesh.dp,)

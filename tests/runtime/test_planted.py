@@ -106,7 +106,7 @@ def mean_over_microbatches(patch: Patch) -> None:
     whole = executor._StepState.forward
 
     def forward(self: Any, action: Any) -> None:
-        stage = self.stages[action.chunk]
+        stage = self.chunks[action.chunk].stage
         if stage.is_last:
             microbatch = self.microbatches[action.microbatch]
             (count,) = stage.loss_counts(**{name: microbatch[name] for name in stage.count_inputs})

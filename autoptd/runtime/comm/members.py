@@ -44,7 +44,7 @@ def group_of_members(
     world = c10d._get_default_group()  # type: ignore[attr-defined]
     of_world, store = c10d._world.pg_map[world]
     used = dist.Backend(backend or of_world)
-    with _unbound(world), _lazy_gloo(lazy):
+    with _unbound(world), lazy_gloo(lazy):
         made, _ = c10d._new_process_group_helper(  # type: ignore[attr-defined]
             len(members),
             members.index(rank),
@@ -72,8 +72,11 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 @contextmanager
-def _lazy_gloo(wanted: bool) -> Iterator[None]:
-    """Tell gloo by its variable of the environment; torch has no argument for it."""
+def lazy_gloo(wanted: bool) -> Iterator[None]:
+    """Let two ranks of a group connect at their first message, over gloo, not each with all others.
+
+    gloo reads a variable of the environment; torch has no argument for it.
+    """
     before = os.environ.get(_LAZY)
     if wanted:
         os.environ[_LAZY] = "1"

@@ -58,15 +58,10 @@ class RankStatus:
             self.failing()
         self._move(Snapshot(action, stage, microbatch, module))
 
-    @contextmanager
-    def of_modules(self, stage: torch.nn.Module) -> Iterator[None]:
+    def attribute(self, error: BaseException, stage: torch.nn.Module) -> None:
         """Attribute an error to the innermost of the stage's modules that it passed through."""
-        try:
-            yield
-        except BaseException as error:
-            if module := _module_of(error.__traceback__, stage):
-                self.here = replace(self.here, module=module)
-            raise
+        if module := _module_of(error.__traceback__, stage):
+            self.here = replace(self.here, module=module)
 
     @contextmanager
     def calling(self, method: str) -> Iterator[None]:

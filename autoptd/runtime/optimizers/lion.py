@@ -39,7 +39,8 @@ class Lion(Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                state = self.state[p]
+                momentum = state["momentum"] = state["momentum"] if state else torch.zeros_like(p)
                 update = momentum.lerp(p.grad, 1 - first).sign_()
                 p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))
                 momentum.lerp_(p.grad, 1 - second)

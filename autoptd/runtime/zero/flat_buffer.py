@@ -103,6 +103,7 @@ class Buffer:
         self.counts = partial(layout.counts, first)
         self.first_rank = layout.mesh.holder(first.stages[0])
         self.shapes = dict(shapes)
+        self._strides = {name: torch.empty(shape, device="meta").stride() for name, shape in shapes.items()}
         self.zero, self._in_compute = layout.zero, layout.gradients == "compute"
         sizes = [(name, shapes[name].numel()) for name in reversed(list(specs))]
         blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero >= 2 else None
@@ -157,8 +158,8 @@ class Buffer:
 
     def view(self, whole: Tensor, bucket: Bucket, name: str) -> Tensor:
         """Return a parameter's view, in its own shape, of a tensor that holds one bucket."""
-        slot = self.slots[name]
-        return whole[slot.start - bucket.start : slot.stop - bucket.start].view(self.shapes[name])
+        start = whole.storage_offset() + self.slots[name].start - bucket.start
+        return whole.as_strided(self.shapes[name], self._strides[name], start)  # one op, a slice and a view are two
 
     def shard(self, bucket: Bucket) -> Tensor:
         """Return this rank's shard in the main dtype: a view of `host`, of `main`, or of `data` without a main copy."""

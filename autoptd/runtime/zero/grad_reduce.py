@@ -31,6 +31,7 @@ class BucketState:
     buffer: Buffer
     priority: int  # index in the model of its first parameter, whose gradient comes last
     total: Tensor | None = None  # accumulated gradients, to be reduced over dp
+    views: dict[str, Tensor] = field(default_factory=dict)  # of `total`, by parameter, once there is a gradient
     unwritten: set[str] = field(default_factory=set)  # parameters without a gradient in `total`
     launched: bool = False
     accumulated: bool = False  # whether the shard of the step holds a gradient
@@ -41,9 +42,11 @@ class BucketState:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a gradient to `total`; a parameter's first gradient overwrites."""
-        if self.total is None:
-            self.total = self.buffer.empty_gradient(self.bucket)
-        mine = self.buffer.view(self.total, self.bucket, name)
+        mine = self.views.get(name)
+        if mine is None:
+            if self.total is None:
+                self.total = self.buffer.empty_gradient(self.bucket)
+            mine = self.views[name] = self.buffer.view(self.total, self.bucket, name)
         if name in self.unwritten:
             mine.copy_(gradient)
             self.unwritten.discard(name)
@@ -99,6 +102,8 @@ class Reduction:
         else:
             self._rounds = [_Round(states, holders, chunks)]
         self._under_way: deque[tuple[BucketState, Handle, Tensor]] = deque()
+        for state in states if not self._per_backward else ():
+            state.total = state.buffer.grad[state.bucket.start : state.bucket.stop]
         self.start_step()
 
     def start_step(self) -> None:
@@ -107,8 +112,6 @@ class Reduction:
         for state in self._states:
             state.unwritten = set(state.names)
             state.launched = state.accumulated = False
-            if not self._per_backward:
-                state.total = state.buffer.grad[state.bucket.start : state.bucket.stop]
         for turn in self._rounds:
             turn.restart()
 
@@ -156,7 +159,7 @@ class Reduction:
         handle, own = state.start_sum()
         self._under_way.append((state, handle, own))
         if self._per_backward:
-            state.total, state.unwritten = None, set(state.names)
+            state.total, state.views, state.unwritten = None, {}, set(state.names)
             self._settle(UNDER_WAY if self._overlap else 0)
         else:
             state.launched = True

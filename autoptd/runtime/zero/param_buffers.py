@@ -115,8 +115,9 @@ class Buffers:
         state = self._state_of[name]
 
         def take(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            gradient, parameter.grad = parameter.grad, None
+            gradient = parameter.grad
+            assert gradient is not None
+            parameter.grad = None
             self._reduction.take(state, name, gradient)
 
         parameter.register_post_accumulate_grad_hook(take)

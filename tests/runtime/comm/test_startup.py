@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,12 +26,14 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoptd.checkpoint.saver import Saver
+from autoptd.errors import CheckpointError
 from autoptd.layout.layout import Layout
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.tp_axis import Axis
 from autoptd.profile.network import Network
 from autoptd.profile.timing import timer
 from autoptd.runtime.comm import interfaces, members
+from autoptd.runtime.comm.along_tree import SHOWN
 from autoptd.runtime.comm.interfaces import Communicators, connect
 from autoptd.runtime.comm.members import group_name
 from autoptd.runtime.comm.processes import connect_processes
@@ -260,6 +264,88 @@ def test_checkpoints_need_few_connections(joined: Callable[[int], None], monkeyp
         Saver()
         assert os.environ.get("TORCH_GLOO_LAZY_INIT") == before
     assert seen == 2 * [(SIMULATED, "gloo", "1")]
+
+
+# ---- exchanges along the tree ----
+
+
+@dataclass
+class Mail:
+    """Messages between simulated ranks, which one process runs one after the other; calls and bytes of each."""
+
+    world: int
+    rank: int = 0
+    sent: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
+    nbytes: Counter[int] = field(default_factory=Counter)
+
+    def send(self, values: list[Any], to: int, group: Any) -> None:
+        self.sent[self.rank, to] = pickle.dumps(values)
+        self._count(self.rank, to)
+
+    def receive(self, values: list[Any], source: int, group: Any) -> None:
+        if (source, self.rank) not in self.sent:
+            raise Later
+        values[:] = pickle.loads(self.sent[source, self.rank])
+        self._count(source, self.rank)
+
+    def _count(self, source: int, to: int) -> None:
+        self.calls[self.rank] += 1
+        self.nbytes[self.rank] += len(self.sent[source, to])
+
+
+class Later(Exception):
+    """A rank that has to wait for the one above it: it is run again once that one has sent."""
+
+
+def in_all_ranks(world: int, run: Callable[[int], object]) -> Mail:
+    """Run a function on each rank: first up the tree, to where it waits for the rank above, then down the tree."""
+    mail = Mail(world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send_object_list", mail.send)
+        patch.setattr(dist, "recv_object_list", mail.receive)
+        patch.setattr(dist, "get_rank", lambda group: mail.rank)
+        patch.setattr(dist, "get_world_size", lambda group: mail.world)
+        for mail.rank in reversed(range(world)):
+            with suppress(Later, CheckpointError):
+                run(mail.rank)
+        mail.calls.clear()
+        mail.nbytes.clear()
+        for mail.rank in range(world):
+            run(mail.rank)
+    return mail
+
+
+def a_save(rank: int, fails: bool, raised: list[str]) -> None:
+    """Let a rank agree with all others on a step of a save."""
+    saver = object.__new__(Saver)
+    saver.rank, saver.group = rank, object()  # type: ignore[assignment]
+
+    def step() -> None:
+        if fails:
+            raise OSError(28, f"No space left on node {rank}")
+
+    try:
+        saver.on_all_ranks("finish", step)
+    except CheckpointError as error:
+        raised.append(str(error))
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_save_asks_no_more_of_a_rank_in_a_large_world(failing: bool) -> None:
+    """Calls and bytes of a rank are those in a world of a sixteenth, and all ranks raise the same error."""
+    most = []
+    for world in (SIMULATED // 16, SIMULATED):
+        raised: list[str] = []
+        mail = in_all_ranks(world, lambda rank, raised=raised: a_save(rank, bool(failing), raised))  # type: ignore[misc]
+        raised = raised[-world:]
+        assert len(raised) == (world if failing else 0) and len(set(raised)) <= 1
+        if failing:
+            assert all(f"No space left on node {rank}" in raised[0] for rank in range(SHOWN))
+            assert "finish, rank 0\n" in raised[0] and f"and {world - SHOWN} more" in raised[0]
+        most.append((max(mail.calls.values()), max(mail.nbytes.values())))
+    (calls, nbytes), (calls_there, bytes_there) = most
+    assert calls_there <= calls <= 66 and bytes_there <= 1.1 * nbytes < 66 * 600
 
 
 # ---- processes ----

@@ -200,8 +200,9 @@ def test_the_module_of_an_error_is_the_innermost_it_came_through() -> None:
 
     status, whole = RankStatus(), Whole()
     status.enter("F0", 0, 0, "blocks.0 … blocks.1")
-    with pytest.raises(KeyError), status.of_modules(whole):
+    with pytest.raises(KeyError) as caught:
         whole()
+    status.attribute(caught.value, whole)
     assert status.here.module == "blocks.1"
 
 
