@@ -12,22 +12,30 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from autoptd.api import Parallel
 from autoptd.ops import offload
 from autoptd.runtime.batch import share_of
-from autoptd.runtime.comm import threaded
+from autoptd.layout.mesh import Mesh
+from autoptd.runtime.comm import process_group, processes, threaded
 from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import LockstepBackend
 from autoptd.runtime.trainer import Trainer
 from tests.runtime.fake_device.allowed import EVALUATED, FIRST, LATER, allowed
-from tests.runtime.fake_device.device import CUDA, CudaTensor, Device, Place, WrongDevice, _tensors, labelled
+from tests.runtime.fake_device.device import CUDA, CudaTensor, Device, Place, labelled
+from tests.runtime.fake_device.nccl import Nccl
 
 
 @contextmanager
-def gpu(device: Device) -> Iterator[None]:
-    """Replace what torch refuses without CUDA, for all threads, and check the tensors of collectives."""
+def gpu(device: Device, nccl: Nccl) -> Iterator[None]:
+    """Replace what torch refuses without CUDA, for all threads, and torch.distributed by NCCL in name."""
     stream = SimpleNamespace(synchronize=device.synchronise)
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        device.resize(storage)
+        return resize(storage, size)
+
     with ExitStack() as patches:
         for name, by in {
             "current_stream": lambda *_: stream,
@@ -36,28 +44,22 @@ def gpu(device: Device) -> Iterator[None]:
         }.items():
             patches.enter_context(patch.object(torch.cuda, name, by))
         patches.enter_context(patch.object(offload, "Tensor", CudaTensor))  # subclasses would stay on the device
-        patches.enter_context(patch.object(threaded, "connect", _within(device, threaded.connect)))
-        for kind in (threaded.LockstepGroup, threaded.LockstepChannel):
-            patches.enter_context(patch.object(kind, "_start", _checked(kind._start)))
+        patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        patches.enter_context(patch.object(threaded, "connect", _within(device, nccl, threaded.connect)))
+        patches.enter_context(patch.object(processes, "group_of_members", nccl.group_of_members))
+        for module in (processes, process_group):
+            patches.enter_context(patch.object(module, "dist", nccl))
+        patches.enter_context(patch.object(process_group, "_all_gather", nccl.all_gather))
+        patches.enter_context(patch.object(process_group, "_reduce_scatter", nccl.reduce_scatter))
         yield
 
 
-def _within(device: Device, connect: Callable[..., Communicators]) -> Callable[..., Communicators]:
-    def within(*args: Any) -> Communicators:
+def _within(device: Device, nccl: Nccl, connect: Callable[..., Communicators]) -> Callable[..., Communicators]:
+    def within(mesh: Mesh, backend: LockstepBackend) -> Communicators:
         with device:
-            return connect(*args)
+            return connect(mesh, nccl.backend(backend, mesh.world))
 
     return within
-
-
-def _checked(start: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(self: Any, what: str, *args: Any) -> Any:
-        for x in _tensors([arg for arg in args if isinstance(arg, (Tensor, tuple))]):
-            if not isinstance(x, CudaTensor):
-                raise WrongDevice(f"{what} of {self.name} gets {x.dtype} {list(x.shape)} of the host")
-        return start(self, what, *args)
-
-    return checked
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates
     `evaluates`: the last batch is evaluated after its step. Raises DeviceFault.
     """
     layout, device = parallel.layout, Device(allowed)
+    nccl = Nccl(device)
     values = parallel.initial_values()
 
     def body(communicators: Communicators) -> tuple[list[float], tuple[Counter[Place], ...]]:
@@ -97,7 +100,7 @@ def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates
             assert not (found := strays(mine._running)), f"on the host: {found}"
         return losses, tuple(met)
 
-    with gpu(device):
+    with gpu(device, nccl):
         try:
             results = threaded.run_lockstep(layout.mesh, body, in_turn=True, device=CUDA)
         except Exception as error:  # noqa: BLE001  the ranks wrap what they raise
