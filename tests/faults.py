@@ -205,6 +205,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "a stream that does not wait": "kernels read what another stream has not written yet, and no event says so",
         "a collective on the wrong stream": "a collective starts, or is waited for, on a stream that others do not follow",
         "a buffer reused too early": "memory is written, or given away, while another stream still works on it",
+        "communicators in a circle": "ranks queue collectives or messages so that each waits for what the other has later",
     },
     "tensor parallel": {
         "a bias on every rank": "the bias of a row-split product is added once per rank",

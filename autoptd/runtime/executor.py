@@ -33,8 +33,12 @@ from autoptd.schedule import SENDS, SENDS_UNDER_WAY, Action, Actions, channel_of
 class BackwardHooks(Protocol):
     """Calls of the executor around backward passes: gather parameters, reduce their gradients."""
 
-    def before_backward(self, chunk: int, kind: str, last: bool) -> None:
-        """Called before chunk `chunk` starts a B or W pass (`kind`); `last`: its last of that kind in this step."""
+    def start_sum(self, chunk: int) -> None:
+        """Called for the SUM of a chunk, right before the pass that completes its gradients."""
+        ...
+
+    def before_backward(self, chunk: int, kind: str) -> None:
+        """Called before chunk `chunk` starts a B or W pass (`kind`)."""
         ...
 
     def before_weights(self, parameters: Sequence[Tensor]) -> None:
@@ -91,8 +95,7 @@ class Executor:
         buffers, in training only. Raises RuntimeFault.
         """
         run = _StepState(self, actions, microbatches, counts, loss, gradients, counted, scale, loss_of_sums, sums)
-        lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
-        if not self._handshaken and lasts:
+        if not self._handshaken and run.training:
             run.handshake()
             self._handshaken = True
         do: dict[str, Callable[[Action], None]] = {
@@ -108,13 +111,17 @@ class Executor:
         for action in in_ranges(actions, self._range):
             stage = self._comm.mesh.stages_of(self._comm.stage)[action.chunk]
             status.enter(str(action), stage, action.microbatch, self._module(action))
+            if action.kind == "SUM":
+                assert gradients is not None
+                gradients.start_sum(action.chunk)
+                continue
             if action.microbatch is None:
                 end[action.kind]()
                 continue
             makes = gradients if action.kind in ("B", "W") else None
             try:
                 if makes is not None:
-                    makes.before_backward(action.chunk, action.kind, action == lasts[action.kind, action.chunk])
+                    makes.before_backward(action.chunk, action.kind)
                 with status.of_modules(self._stages[action.chunk]):
                     do[action.kind](action)
                 if makes is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autoptd.ops.group import Group, Handle
 from autoptd.runtime.comm.interfaces import Channel
+from autoptd.schedule import RECEIVES_POSTED
 
 Tensors = tuple[Tensor, ...]
 At = tuple[int, int]  # microbatch, chunk
@@ -68,7 +69,7 @@ class Inbox:
 
     def take(self, at: At) -> Tensors:
         """Return the tensors of a microbatch for a chunk; post the next receive ahead."""
-        while len(self.posted) < 2 and self.expected:
+        while len(self.posted) < RECEIVES_POSTED and self.expected:
             self._post()
         found, parts = self.posted.popleft()
         assert found == at, (found, at)

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoptd
-from tests.runtime.fake_device.streams import CURRENT, DeviceFault, Streams, bytes_of
+from tests.runtime.fake_device.streams import DeviceFault, Streams, bytes_of
 
 aten = torch.ops.aten
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -215,6 +215,7 @@ class Device(TorchDispatchMode):
         self.ops = 0  # of the device, in steps
         self._pinned, self._coming, self._leaving = _Memory(), _Memory(), _Memory()  # of the host
         self._streams: dict[str, Streams] = {}  # by thread
+        self.on_wait: Callable[[], object] = lambda: None  # called where the host waits
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -250,6 +251,8 @@ class Device(TorchDispatchMode):
         if not self._allowed(place, kind, fault):
             raise fault(f"{place[1]} of {place[0]} {what}")
         met[place] += 1
+        if fault is HostWaits:
+            self.on_wait()
 
     # ---- streams and memory ----
 

@@ -8,6 +8,7 @@ current stream wait for it, not the host. Values arrive at the wait. Unlike torc
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from autoptd.ops.group import Handle
 from autoptd.runtime.comm.processes import ProcessBackend
 from autoptd.runtime.comm.threaded import LockstepBackend, LockstepChannel, LockstepGroup
 from autoptd.runtime.faults.rank_status import RankStatus
+from autoptd.schedule import Queued, prove_communicators
 from tests.runtime.fake_device.device import CudaTensor, Device, WrongDevice, quietly
-from tests.runtime.fake_device.streams import CURRENT, Event, Streams
+from tests.runtime.fake_device.streams import Event, Streams
 
 REDUCTIONS = {torch.distributed.ReduceOp.SUM: "sum", torch.distributed.ReduceOp.MAX: "max"}
 
@@ -48,6 +50,7 @@ class _Work:
     nccl: Nccl
     communicator: str
     handle: Handle
+    number: str
     ended: Event
     arrived: Sequence[tuple[_Weak, Tensor]]
 
@@ -59,7 +62,7 @@ class _Work:
             for out, value in self.arrived:
                 out.write(value)
         streams.wait(streams.current, self.ended)
-        self.nccl.queue("-", self.communicator)
+        self.nccl.queue("-", self.communicator, self.number)
 
 
 @dataclass
@@ -73,16 +76,18 @@ class _Communicator:
 class Nccl:
     """A stand-in for the module torch.distributed, for all ranks. Which rank calls is known by its thread.
 
-    `queued`: by rank, what it queued in order, as `autoptd.schedule.parse_queued` reads it.
+    `queued`: by rank, what it queued in its steps, in order; `members`: the ranks of each communicator.
     """
 
     ReduceOp = torch.distributed.ReduceOp
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        device.on_wait = lambda: self.queue("host")
         self._ranks: dict[str, LockstepBackend] = {}
         self._worlds: dict[str, _Communicator] = {}
-        self.queued: dict[int, list[str]] = {}
+        self.queued: dict[int, list[Queued]] = {}
+        self._ops: Counter[tuple[int, str]] = Counter()
         self.members: dict[str, tuple[int, ...]] = {}
 
     def backend(self, of: LockstepBackend, size: int) -> ProcessBackend:
@@ -111,10 +116,20 @@ class Nccl:
     def group(self) -> SimpleNamespace:
         return SimpleNamespace(WORLD=self._worlds[threading.current_thread().name])
 
-    def queue(self, sign: str, communicator: str, op: str = "") -> None:
-        """Note what this rank queues, in its steps."""
-        if self._device.in_step():
-            self.queued[self._me.rank].append(sign + communicator.replace(" ", "_") + (f":{op}" if op else ""))
+    def queue(self, sign: str, communicator: str = "", op: str = "") -> str:
+        """Note what this rank queues, in its steps; return the number of the op, "" outside of steps."""
+        if not self._device.in_step() or (sign == "-" and not op):
+            return ""
+        rank = self._me.rank
+        self.queued[rank].append(Queued(sign, communicator, op))
+        if sign in ("", "+"):
+            self._ops[rank, communicator] += 1
+        return str(self._ops[rank, communicator] - 1)
+
+    def prove(self) -> None:
+        """Prove that what the ranks queued cannot block. Raises StuckCommunicators."""
+        channels = [name for name in self.members if name.startswith("edge ")]
+        prove_communicators(self.queued, self.members, channels)
 
     # ---- as in torch.distributed ----
 
@@ -219,10 +234,10 @@ class Nccl:
                 streams.access(x, False, f"{what} of {name}")
             for x in writes:
                 streams.access(x, True, f"{what} of {name}")
-        self.queue("+" if later else "", name, what)
+        number = self.queue("+" if later else "", name, what)
         with quietly():
             handle = start()
-        work = _Work(self, name, handle, streams.event(stream), [(_Weak(x), value) for x, value in gives])
+        work = _Work(self, name, handle, number, streams.event(stream), [(_Weak(x), value) for x, value in gives])
         if later:
             return work
         work.handle.wait()

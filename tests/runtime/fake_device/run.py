@@ -21,6 +21,7 @@ from autoptd.runtime.comm import process_group, processes, threaded
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import LockstepBackend
 from autoptd.runtime.trainer import Trainer
+from autoptd.schedule import Queued
 from tests.runtime.fake_device.allowed import EVALUATED, FIRST, LATER, allowed
 from tests.runtime.fake_device.device import CUDA, CudaTensor, Device, Place, labelled
 from tests.runtime.fake_device.nccl import Nccl
@@ -69,12 +70,14 @@ class Ran:
     losses: tuple[float, ...]  # one per step, then that of the evaluation
     waits: tuple[tuple[Counter[Place], ...], ...]  # by rank and step: where the host waited or copied
     ops: int  # of the device, of all ranks and steps
+    queued: Mapping[int, Sequence[Queued]]  # by rank
 
 
 def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates: bool = False) -> Ran:
     """Train one step per global batch on all ranks: the first is given in pinned memory, later ones on the device.
 
-    `evaluates`: the last batch is evaluated after its step. Raises DeviceFault.
+    `evaluates`: the last batch is evaluated after its step. Raises DeviceFault, and
+    StuckCommunicators for ops of communicators in an order that could block on some GPU.
     """
     layout, device = parallel.layout, Device(allowed)
     nccl = Nccl(device)
@@ -105,7 +108,8 @@ def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates
             results = threaded.run_lockstep(layout.mesh, body, in_turn=True, device=CUDA)
         except Exception as error:  # noqa: BLE001  the ranks wrap what they raise
             raise _root(error) from None
-    return Ran(tuple(results[0][0]), tuple(met for _, met in results), device.ops)
+    nccl.prove()
+    return Ran(tuple(results[0][0]), tuple(met for _, met in results), device.ops, nccl.queued)
 
 
 def _root(error: BaseException) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tests.runtime.fake_device.streams import CURRENT, EarlyReuse, StreamRace, S
 from tests.runtime.fake_device.test_planted_devices import fault_of
 
 DENSE = Ask("nanogpt", Mesh(2, 1, 2), "fp32")
-LATER = Ask("nanogpt", Mesh(2), "fp32", fix={"overlap": ["dp", "p2p"]})
+LATER = Ask("nanogpt", Mesh(2, 1, 2), "fp32", fix={"overlap": ["dp", "p2p"]})
 ZERO2 = Ask("nanogpt", Mesh(2), "fp32", fix={"zero": 2})
 ZERO3 = Ask("nanogpt", Mesh(2), "fp32", fix={"zero": 3})
 RING = Ask("nanogpt", Mesh(cp=2), "fp32")
@@ -36,7 +37,7 @@ def test_activations_read_before_they_arrive(monkeypatch: Patch) -> None:
         return tuple(part.whole(out, self.tp) for part, out, _ in parts)
 
     monkeypatch.setattr(messages.Inbox, "take", take)
-    assert "reads what message of edge 0 forward" in fault_of(DENSE, StreamRace)
+    assert re.search("reads what message of edge 0 (forward|backward)", fault_of(DENSE, StreamRace))
 
 
 @pytest.mark.fault("a stream that does not wait")
@@ -73,7 +74,14 @@ def test_prefetched_parameters_read_before_they_arrive(monkeypatch: Patch) -> No
 
 @pytest.mark.fault("a stream that does not wait")
 def test_keys_read_before_they_come_round(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(context_attention._RingMessage, "wait", lambda self: self.coming)
+    """The handles stay alive, so that memory does too."""
+    kept: list[Any] = []
+
+    def wait(self: context_attention._RingMessage) -> Any:
+        kept.append(self.handles)
+        return self.coming
+
+    monkeypatch.setattr(context_attention._RingMessage, "wait", wait)
     assert "reads what shift" in fault_of(RING, StreamRace)
 
 
@@ -90,39 +98,41 @@ def test_a_reduction_that_starts_before_its_gradients_are_there(monkeypatch: Pat
 
 
 @pytest.mark.fault("a collective on the wrong stream")
-def test_a_wait_on_another_stream(monkeypatch: Patch) -> None:
-    """A stream beside the current one waits for gathered parameters; the kernels that read them do not."""
-    whole = Works.wait
+@pytest.mark.parametrize("ask", [ZERO2, ZERO3], ids=["reduced", "gathered"])
+def test_a_wait_on_another_stream(ask: Ask, monkeypatch: Patch) -> None:
+    """A stream beside the current one waits; the kernels that read what arrives do not."""
+    whole, kept = Works.wait, []
 
     def wait(self: Works) -> None:
-        works = [work for work in self.works if work is not None]
-        if works:
-            with works[0].nccl.streams.on("a side stream"):  # type: ignore[attr-defined]
+        kept.append(self.tensors)
+        for work in self.works:
+            with work.nccl.streams.on("a side stream"):  # type: ignore[union-attr]
                 whole(self)
 
     monkeypatch.setattr(process_group.Works, "wait", wait)
-    assert "without a wait for it" in fault_of(ZERO2, StreamRace)
+    assert "on the current stream reads what" in fault_of(ask, StreamRace)
 
 
 @pytest.mark.fault("a buffer reused too early")
 def test_a_buffer_of_gradients_that_nobody_keeps(monkeypatch: Patch) -> None:
+    """The sum goes to a tensor of its own; the buffer that is being summed is dropped."""
     whole = process_group.ProcessGroup.reduce_scatter_later
 
     def reduce_scatter_later(self: process_group.ProcessGroup, out: Tensor, x: Tensor) -> Any:
-        works = whole(self, out, x)
+        works = whole(self, torch.empty_like(out), x)
+        kept.append(works.tensors[0])
         works.tensors = ()
         return works
 
-    monkeypatch.setattr(process_group.ProcessGroup, "reduce_scatter_later", reduce_scatter_later)
-    def _launch(self: grad_reduce.Reduction, state: Any) -> None:
-        handle, own = state.start_sum()
-        self._under_way.append((state, handle, torch.zeros_like(own)))
-        state.total, state.unwritten = None, set(state.names)
-        del own
-        self._settle(1)
+    def start_sum(self: grad_reduce.BucketState) -> Any:
+        handle, own = summed(self)
+        return handle, own.clone()
 
-    monkeypatch.setattr(grad_reduce.Reduction, "_launch", _launch)
-    assert "is free for the current stream" in fault_of(ZERO2, EarlyReuse)
+    kept: list[Tensor] = []
+    summed = grad_reduce.BucketState.start_sum
+    monkeypatch.setattr(grad_reduce.BucketState, "start_sum", start_sum)
+    monkeypatch.setattr(process_group.ProcessGroup, "reduce_scatter_later", reduce_scatter_later)
+    assert "reduce_scatter of" in fault_of(ZERO2, EarlyReuse)
 
 
 @pytest.mark.fault("a buffer reused too early")
