@@ -1,4 +1,4 @@
-"""The action lists of a layout's step, proved: what its pipeline ranks execute, and that no communicator blocks them."""
+"""The action lists of a layout's step, proved: no rank waits for ever for a message, or in a communicator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autoptd.schedule import Communicates, Schedule, rank_queues, training_step
 
 
 def step_actions(layout: Layout) -> Schedule:
-    """Return the lists of all pipeline ranks. Raises StuckSchedule or StuckCommunicators for those that cannot finish."""
+    """Return the lists of all pipeline ranks. Raises StuckSchedule or StuckCommunicators if they cannot finish."""
     mesh = layout.mesh
     lists = training_step(layout.schedule, mesh.pp, layout.microbatches, mesh.virtual, layout.early)
     rank_queues(lists, mesh.route, communicates(layout)).prove()

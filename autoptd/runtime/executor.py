@@ -27,7 +27,7 @@ from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait
 from autoptd.runtime.profiler_ranges import in_ranges
 from autoptd.runtime.split_backward import Root, WeightBackward, backward_inputs
-from autoptd.schedule import SENDS, SENDS_UNDER_WAY, Action, Actions, channel_of
+from autoptd.schedule import SENDS, SENDS_UNDER_WAY, Action, Actions, channel_of, receives_posted
 
 
 class BackwardHooks(Protocol):
@@ -181,7 +181,8 @@ class _StepState:
             if action.kind in ("RF", "RB"):
                 messages.setdefault(self._edge(action), deque()).append((_at(action), self._parts(action)))
         c = self.comm
-        self.inboxes = {edge: Inbox(c.edges[edge], order, c.tp, c.device) for edge, order in messages.items()}
+        most = receives_posted(actions)
+        self.inboxes = {edge: Inbox(c.edges[edge], order, c.tp, c.device, most) for edge, order in messages.items()}
 
     # ---- messages ----
 

@@ -54,7 +54,7 @@ from autoptd.schedule.communicators import (
     prove_communicators,
 )
 from autoptd.schedule.proof import SENDS_UNDER_WAY, StuckSchedule, UncountedActivations, grid, prove, prove_memory
-from autoptd.schedule.rank_queues import RECEIVES_POSTED, Communicates, RankQueues, rank_queues
+from autoptd.schedule.rank_queues import Communicates, RankQueues, rank_queues, receives_posted
 from autoptd.schedule.schedules import (
     RUNNABLE,
     SCHEDULES,
@@ -73,7 +73,6 @@ from autoptd.schedule.stage_map import Channel, StageMap, channel_of, peer_of
 
 __all__ = [
     "EARLY",
-    "RECEIVES_POSTED",
     "RUNNABLE",
     "SCHEDULES",
     "SENDS",
@@ -109,6 +108,7 @@ __all__ = [
     "prove_communicators",
     "prove_memory",
     "rank_queues",
+    "receives_posted",
     "route_of",
     "row_of",
     "step_lists",

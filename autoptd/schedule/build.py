@@ -59,22 +59,18 @@ def _with_sums(actions: Actions) -> Actions:
 
 
 @lru_cache(maxsize=1)  # ranks that are threads of one process have one schedule
-def training_step(
-    kind: str, stages: int, microbatches: int, virtual: int = 1, early: tuple[str, ...] = ()
-) -> Schedule:
+def training_step(kind: str, stages: int, microbatches: int, virtual: int = 1, early: tuple[str, ...] = ()) -> Schedule:
     """Return `step_lists`, proved to finish. Raises PlanError as it does, and StuckSchedule for a deadlock."""
     schedule = step_lists(kind, stages, microbatches, virtual, early)
     prove(schedule, route_of(kind, stages, virtual))
     return schedule
 
 
-def step_lists(
-    kind: str, stages: int, microbatches: int, virtual: int = 1, early: Collection[str] = ()
-) -> Schedule:
+def step_lists(kind: str, stages: int, microbatches: int, virtual: int = 1, early: Collection[str] = ()) -> Schedule:
     """Return the whole step of a row of `SCHEDULES`: compute, communication, step end; not yet proved.
 
-    `stages` is the number of pipeline ranks, `virtual` the chunks that each holds, `early` as of `with_step_end`. Raises PlanError for an unknown
-    kind, numbers that the kind does not allow, and a step of too many actions.
+    `stages` is the number of pipeline ranks, `virtual` the chunks that each holds; `early`: see `with_step_end`. Raises
+    PlanError for an unknown kind, numbers that the kind does not allow, and a step of too many actions.
     """
     if (passes := stages * virtual * microbatches) > MOST_PASSES:
         chunks = f" of {virtual:,} chunks" if virtual > 1 else ""

@@ -1,6 +1,6 @@
 """Proof that communicators never wait for each other in a circle, by the rules of NCCL on GPUs.
 
-The kernel of a communicator's op runs on each member's GPU and ends once all members run it. What a rank queues, as text:
+The kernel of a communicator's op runs on each member's GPU, and ends once it runs on all. What a rank queues, as text:
 
     tp:sum        an op on the current stream
     +dp:sum       an op on the communicator's own stream, behind what the current stream holds now
@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 HOST, DEVICE, CURRENT = "host", "device", "current"
@@ -201,7 +202,7 @@ class _Run:
             rank = min(awaits[rank], key=lambda other: (other not in awaits, other))
         shown = path[path.index(rank) :] if rank in path else path
         steps = [*shown, rank]
-        told = [f"rank {here} {awaits[here][there]}" for here, there in zip(steps, steps[1:], strict=False)]
+        told = [f"rank {here} {awaits[here][there]}" for here, there in pairwise(steps)]
         yield " -> ".join([*told, f"rank {rank}" + ("" if rank in path else ", which does not come to it")])
         for each in stuck:
             state = self.ranks[each]

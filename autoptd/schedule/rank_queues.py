@@ -1,7 +1,9 @@
 """What each rank queues on its GPU in a step, derived from its action list: the input of `prove_communicators`.
 
 It follows the executor: a receive is posted one message ahead of the action that waits for it, a send waits for the
-oldest one of its channel once `SENDS_UNDER_WAY` are on their way, and hooks of passes reduce and gather.
+oldest one of its channel once `SENDS_UNDER_WAY` are on their way, and hooks of passes reduce and gather. Collectives of
+ranks that queue the same stand for one each here, since they block nobody: several of a pass are one op, and a sum of
+two chunks' gradients in one bucket, which starts in the later pass, is one of each chunk.
 
 Before the first pass of each kind on each chunk the host waits for the device, as it may when a kernel is loaded that
 has not run before (CUDA_MODULE_LOADING=LAZY; NVIDIA's guides to CUDA and NCCL warn of it). Such a wait before any pass
@@ -19,7 +21,13 @@ from autoptd.schedule.communicators import DEVICE, HOST, Queued, prove_communica
 from autoptd.schedule.proof import SENDS_UNDER_WAY
 from autoptd.schedule.stage_map import StageMap, channel_of, peer_of
 
-RECEIVES_POSTED = 2  # per channel, with the one that is waited for
+
+def receives_posted(actions: Actions) -> int:
+    """Return how many receives of a channel a rank posts at once, with the one that it waits for.
+
+    In an evaluation over several chunks, the next message may depend on what this rank has yet to compute.
+    """
+    return 2 if all(action.chunk == 0 for action in actions) or any(action.kind == "B" for action in actions) else 1
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,10 @@ def rank_queues(schedule: Schedule, route: StageMap, how: Communicates, steps: i
     channels: dict[str, tuple[int, ...]] = {}
     lists = {}
     for rank, actions in enumerate(schedule):
-        writer = _Writer(rank, route, how)
+        writer = _QueueWriter(rank, route, how)
         lists[rank] = [queued for _ in range(steps) for queued in writer.step(actions)]
         channels |= writer.channels
-        members |= {name: (rank,) for name in writer.own}
+        members |= dict.fromkeys(writer.own, (rank,))
     members |= {_tied(ranks): ranks for ranks in how.tied}
     return RankQueues(lists, members | channels, tuple(channels))
 
@@ -71,7 +79,7 @@ def _tied(ranks: Sequence[int]) -> str:
     return "stages" + "+".join(map(str, ranks))
 
 
-class _Writer:
+class _QueueWriter:
     """One rank's lists, and its ops so far."""
 
     def __init__(self, rank: int, route: StageMap, how: Communicates) -> None:
@@ -82,6 +90,7 @@ class _Writer:
         self.channels: dict[str, tuple[int, ...]] = {}
 
     def step(self, actions: Actions) -> Iterator[Queued]:
+        self.most = receives_posted(actions)
         self.posted: dict[str, deque[int]] = {}
         self.sending: dict[str, deque[int]] = {}
         self.expected: dict[str, deque[str]] = {}
@@ -152,7 +161,7 @@ class _Writer:
     def _receive(self, action: Action) -> Iterator[Queued]:
         name = self._channel(action)
         posted, expected = self.posted.setdefault(name, deque()), self.expected[name]
-        while len(posted) < RECEIVES_POSTED and expected:
+        while len(posted) < self.most and expected:
             yield Queued("+", name, expected.popleft())
             posted.append(self._count(name))
         yield Queued("-", name, str(posted.popleft()))

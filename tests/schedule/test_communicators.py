@@ -13,7 +13,9 @@ from autoptd.schedule import (
     Communicates,
     Queued,
     RankQueues,
+    StageMap,
     StuckCommunicators,
+    forward_only,
     most_kernels,
     parse_queued,
     prove_communicators,
@@ -21,7 +23,9 @@ from autoptd.schedule import (
     route_of,
     row_of,
     training_step,
+    with_communication,
 )
+from autoptd.schedule.stage_map import Shape
 
 BOTH = {"tp": (0, 1), "dp": (0, 1), "edge": (0, 1)}
 WAYS: Mapping[str, Communicates] = {
@@ -56,6 +60,17 @@ def test_no_schedule_has_a_circle(kind: str, way: str) -> None:
                     found = queues(kind, pp, count, virtual, WAYS[way], early)
                     found.prove()
                     assert most_kernels(found.lists, found.channels) <= (9 if row.shape == "v" else 5)
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+@pytest.mark.parametrize("shape", ["loop", "v"])
+def test_no_evaluation_has_a_circle(shape: Shape, virtual: int) -> None:
+    for pp in (1, 2, 3, 5):
+        for count in (1, 2, 3, 5, 10):
+            route = StageMap(pp, virtual, shape)
+            lists = with_communication(forward_only(pp, count, virtual), route)
+            for how in WAYS.values():
+                rank_queues(lists, route, how, steps=2).prove()
 
 
 def test_the_text_reads_back() -> None:
@@ -142,3 +157,13 @@ def test_a_rank_that_sums_tied_gradients_too_early() -> None:
     early = [tied, *(queued for queued in whole.lists[0] if queued != tied)]
     with pytest.raises(StuckCommunicators, match=r"rank 0 stages0\+1:sum -> rank 1 edge0forward"):
         prove_communicators(whole.lists | {0: early}, whole.members, whole.channels)
+
+
+@pytest.mark.fault("communicators in a circle")
+def test_an_evaluation_that_posts_receives_which_depend_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 loads a kernel for its first chunk, and waits for a message that rank 0 makes of its result."""
+    monkeypatch.setitem(rank_queues.__globals__, "receives_posted", lambda _: 2)
+    route = StageMap(2, 2)
+    lists = with_communication(forward_only(2, 1, 2), route)
+    with pytest.raises(StuckCommunicators, match=r"rank 0 edge1forward:F0\.1 -> rank 1 edge0forward:F0\.2 -> rank 0"):
+        rank_queues(lists, route, Communicates()).prove()

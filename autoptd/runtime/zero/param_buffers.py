@@ -14,8 +14,8 @@ edp instead of dp. The model's parameters are views of it. A hook accumulates au
     GATHER    all-gather over dp; as the first action of the next step, the first module of its forward passes that
               reads a bucket waits for it; with ZeRO 3 every pass gathers on demand (`param_gather.py`)
 
-A GATHER comes after the counts of the step's batch, which the last stage waits for in its first forward pass: behind the
-parameters, on the same communicator, they would arrive when all of these have.
+A GATHER of the next step is queued behind the counts of its batch. On the communicator that both share, counts behind
+all parameters would let the last stage's first forward pass wait for all of them.
 
 All scaling factors are in the loss, so every reduction is a plain sum. Tied copies have buffers of equal layout on
 every stage, hence the same shards, sums and updates, and stay bitwise equal.

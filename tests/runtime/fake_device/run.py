@@ -14,9 +14,9 @@ from unittest.mock import patch
 import torch
 
 from autoptd.api import Parallel
+from autoptd.layout.mesh import Mesh
 from autoptd.ops import offload
 from autoptd.runtime.batch import share_of
-from autoptd.layout.mesh import Mesh
 from autoptd.runtime.comm import process_group, processes, threaded
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import LockstepBackend

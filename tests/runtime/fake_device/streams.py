@@ -1,9 +1,9 @@
 """Streams of a GPU in name: which stream wrote or read each byte last, and what every stream has waited for.
 
-A stream runs what is queued on it in order. Two streams are ordered only where one waits for an event of the other, so
-every access is compared with the earlier ones to the same bytes: a vector clock per stream, as race detectors of threads
-have. Memory goes back to the stream that it was allocated on, the current one of all ranks, as soon as no tensor has
-it; another stream that still works on it must have been waited for before.
+A stream runs what is queued on it in order. Two streams are ordered only where one waits for an event of the other. So
+every access is compared with the earlier ones to the same bytes, by a vector clock per stream, as race detectors of
+threads do. Memory goes back to the stream that it was allocated on, the current one of all ranks, as soon as no tensor
+has it; another stream that works on it must have been waited for before.
 """
 
 from __future__ import annotations
