@@ -13,7 +13,9 @@ from unittest.mock import patch
 
 import torch
 
+from autoptd import evaluating
 from autoptd.api import Parallel
+from autoptd.evaluating import Metric
 from autoptd.layout.mesh import Mesh
 from autoptd.ops import offload
 from autoptd.runtime.batch import share_of
@@ -63,25 +65,43 @@ def _within(device: Device, nccl: Nccl, connect: Callable[..., Communicators]) -
     return within
 
 
+def key_of(metrics: Mapping[str, Metric]) -> Any:
+    """Return the key of the program that `Parallel.evaluate` makes for some metrics."""
+    return tuple((name, evaluating._identity(f)) for name, f in metrics.items())
+
+
+def evaluation_of(parallel: Parallel, metrics: Mapping[str, Metric]) -> Any:
+    found = evaluating.Metrics.of(parallel._source.objective, metrics)
+    return evaluating.make_evaluation(parallel._source, parallel.plan, found)
+
+
 @dataclass(frozen=True)
 class Ran:
     """Results of the steps of all ranks of a plan."""
 
-    losses: tuple[float, ...]  # one per step, then that of the evaluation
+    losses: tuple[float, ...]  # one per step, then that of the evaluation, then the metrics
     waits: tuple[tuple[Counter[Place], ...], ...]  # by rank and step: where the host waited or copied
     ops: int  # of the device, of all ranks and steps
     queued: Mapping[int, Sequence[Queued]]  # by rank
 
 
-def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates: bool = False) -> Ran:
+def steps(
+    parallel: Parallel,
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    evaluates: bool = False,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Ran:
     """Train one step per global batch on all ranks: the first is given in pinned memory, later ones on the device.
 
-    `evaluates`: the last batch is evaluated after its step. Raises DeviceFault, and
+    `evaluates`: the last batch is evaluated after its step; `metrics`: of it too. Raises DeviceFault, and
     StuckCommunicators for ops of communicators in an order that could block on some GPU.
     """
     layout, device = parallel.layout, Device(allowed)
     nccl = Nccl(device)
     values = parallel.initial_values()
+    if metrics:  # traced before the device is there
+        parallel._programs.of(key_of(metrics), lambda: evaluation_of(parallel, metrics))
 
     def body(communicators: Communicators) -> tuple[list[float], tuple[Counter[Place], ...]]:
         losses, met = [], []
@@ -99,6 +119,12 @@ def steps(parallel: Parallel, batches: Sequence[Mapping[str, Any]], *, evaluates
             if evaluates:
                 device.begin(EVALUATED)
                 losses.append(float(mine.eval_step(share)))
+                met.append(device.end())
+            if metrics:
+                mine._evaluator(metrics)
+                device.begin(EVALUATED)
+                here = {name: labelled(x) for name, x in share.items()}
+                losses += [float(mean) for mean in mine.evaluate([here], metrics).values()]
                 met.append(device.end())
             assert not (found := strays(mine._running)), f"on the host: {found}"
         return losses, tuple(met)
