@@ -45,7 +45,10 @@ ALLOWED: dict[Place, Wait] = {
     ),
     ("runtime/trainer.py", "eval_step"): Wait("once an evaluated batch", "the loss is returned", (EVALUATED,), most=1),
     ("runtime/evaluation/evaluator.py", "_places"): Wait(
-        "once a batch of metrics", "the tensor of all values has a row of each rank's samples", (EVALUATED,), most=1
+        "once a batch of metrics, and after the last",
+        "the tensor of all values has a row of each rank's samples",
+        (EVALUATED,),
+        most=2,
     ),
     ("runtime/evaluation/evaluator.py", "rows"): Wait(
         "twice a batch of metrics", "their values are returned, if no rank had a wrong batch", (EVALUATED,), most=2
