@@ -11,14 +11,12 @@ Each rank has concurrent streams: compute, tp, p2p (one per edge and direction),
               Megatron-LM's batched send and receive does without --overlap-p2p-communication (a batch sends one way
               and receives the other at once: it costs the ranks at either end the time of one message each, as here).
     RF, RB    receives: the rank waits until the message arrives
-    REDUCE    the reduction of gradients on the dp axis. With `Overlap.dp` it runs on the dp stream, chunk by chunk,
-              during the last backward of the chunk (its last W, if there are W): in n buckets, of which the k-th
-              starts when k/n of that backward is done and the stream is free. REDUCE waits for the rest.
-              A chunk's share of the reduction is its share of the rank's backward_s.
+    REDUCE    the reduction of gradients on the dp axis. A chunk that has a SUM is reduced on the dp stream during the
+              next pass: in n buckets, of which the k-th starts when k/n of that pass is done and the stream is free.
+              REDUCE waits for the rest. A chunk's share of the reduction is its share of the rank's backward_s.
     STEP      the optimizer. No rank starts it before all have finished REDUCE: the gradient norm is global.
-    GATHER    the parameters' all-gather. With `Overlap.gather` it takes no time at the end of the step: it runs on the
-              dp stream from the start of the (next) step on, and the first forward of each chunk waits for the buckets
-              that it needs.
+    GATHER    the parameters' all-gather. As the first action it takes no time of the compute stream: it runs on the dp
+              stream, and the first forward of each chunk waits for the buckets that it needs.
 
 Not modelled: overlapped communication does not slow compute down, streams do not share links, and a sender never waits
 for a receiver (the executor allows two messages of a channel in flight).
@@ -47,7 +45,7 @@ from autoptd.cost_models.timeline import ActionLike, RankRecord, Timeline
 from autoptd.errors import PlanError
 from autoptd.schedule import Action, Channel, StageMap, channel_of, peer_of
 
-KINDS = ("F", "B", "W", "SF", "SB", "RF", "RB", "REDUCE", "STEP", "GATHER")
+KINDS = ("F", "B", "W", "SF", "SB", "RF", "RB", "SUM", "REDUCE", "STEP", "GATHER")
 
 
 _Message: TypeAlias = tuple[int | None, int, float, float]  # microbatch, chunk, sent, arrives
@@ -77,20 +75,21 @@ class _SimulatedRank:
             for kind in "FB"
         }
         self.seconds["W"] = deferred_s
-        self.firsts = dict(self._firsts(range(len(actions)), "F")) if overlap.gathers and times.gather_s else {}
-        last = dict(self._firsts(range(len(actions))[::-1], "W" if splits else "B")) if overlap.dp else {}
-        self.lasts = last if times.reduce_s else {}
+        gathers = times.gather_s > 0 and bool(actions) and actions[0].kind == "GATHER"
+        self.firsts = dict(self._first_forwards()) if gathers else {}
+        sums = (at for at, action in enumerate(actions) if action.kind == "SUM") if times.reduce_s else ()
+        self.lasts = {at + 1: actions[at].chunk for at in sums}
         self.share = times.shares()
         self.piece = 1 / times.buckets if times.buckets else 0.0
         self._gather_from_the_start()
 
-    def _firsts(self, order: range, kind: str) -> Iterator[tuple[int, int]]:
-        """Yield (index, chunk) of the first action of the kind on each chunk, visiting the list in `order`."""
+    def _first_forwards(self) -> Iterator[tuple[int, int]]:
+        """Yield (index, chunk) of the first forward of each chunk."""
         missing = set(range(len(self.times.chunks)))
-        for at in order:
-            if self.actions[at].kind == kind and self.actions[at].chunk in missing:
-                missing.remove(self.actions[at].chunk)
-                yield at, self.actions[at].chunk
+        for at, action in enumerate(self.actions):
+            if action.kind == "F" and action.chunk in missing:
+                missing.remove(action.chunk)
+                yield at, action.chunk
             if not missing:
                 return
 
@@ -126,6 +125,8 @@ class _SimulatedRank:
                 return self.now_s + self.times.reduce_s
             case "STEP":
                 return self.now_s + self.times.step_s
+            case "SUM":
+                return self.now_s
             case _:
                 return self.now_s + (0.0 if self.firsts else self.times.gather_s)
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from autoptd.errors import PlanError
+from autoptd.schedule.actions import EARLY
 from autoptd.schedule.stage_map import Shape, StageMap
 
 _PARTS = ("weight_s", "recompute_s")  # of backward_s
@@ -86,7 +87,6 @@ class Overlap:
     tp: bool = False
     dp: bool = False
     p2p: bool = True
-    gather: bool | None = None  # of parameters; None: as dp
 
     @classmethod
     def of(cls, words: Collection[str]) -> Overlap:
@@ -96,8 +96,9 @@ class Overlap:
         return cls(tp="tp" in words, dp="dp" in words, p2p="p2p" in words)
 
     @property
-    def gathers(self) -> bool:
-        return self.dp if self.gather is None else self.gather
+    def early(self) -> tuple[str, ...]:
+        """Return what starts early in the action lists (`schedule.step_lists`), where `simulate` reads it."""
+        return EARLY if self.dp else ()
 
 
 def times_to_data(times: Sequence[StageTimes], shape: Shape = "loop") -> tuple[dict[str, float], ...]:

@@ -204,6 +204,10 @@ FAULTS: dict[str, dict[str, str]] = {
         "the host waits in a step": "each microbatch waits for a number of the device, so no kernel is queued ahead",
         "a copy from pageable memory": "a copy to the device makes the host wait until it is done",
         "gradients still on their way": "the host reads memory to which the device copies, or writes what it reads",
+        "a stream that does not wait": "kernels read what another stream has not written yet, and no event says so",
+        "a collective on the wrong stream": "a collective starts, or is awaited, on a stream that others do not follow",
+        "a buffer reused too early": "memory is written, or given away, while another stream still works on it",
+        "communicators in a circle": "ranks queue collectives or messages each waiting for a later one of the other",
     },
     "tensor parallel": {
         "a bias on every rank": "the bias of a row-split product is added once per rank",

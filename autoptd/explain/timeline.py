@@ -31,7 +31,7 @@ def chunk_times(
     kind = kind or plan.schedule.kind
     virtual = virtual or row_of(kind).chunks or plan.schedule.virtual
     times, overlap = stage_times(plan, kind, virtual)
-    return step_lists(kind, plan.mesh.pp, plan.schedule.microbatches, virtual), times, overlap
+    return step_lists(kind, plan.mesh.pp, plan.schedule.microbatches, virtual, overlap.early), times, overlap
 
 
 def stage_times(

@@ -152,6 +152,15 @@ class Layout:
             raise PlanError(f"unknown precision {self.precision!r}", fix=nearest(self.precision, PRECISIONS))
 
     @property
+    def early(self) -> tuple[str, ...]:
+        """What a step's action lists have early (`autoptd.schedule.with_step_end`).
+
+        ZeRO 2 and 3 reduce in every backward pass, and ZeRO 3 gathers in every pass, without an action of their own.
+        """
+        sums = ("SUM",) * (self.overlap and self.zero < 2)
+        return sums + ("GATHER",) * (self.gather_later and self.zero < 3)
+
+    @property
     def shared(self) -> list[str]:
         """Names of the inputs that all samples share."""
         return [name for name, spec in self.specs.items() if spec.rows == SHARED]

@@ -274,7 +274,7 @@ def twice(plan: PlanData) -> str:
     period = period_of(kind, pp)
     try:
         half, same = (
-            makespan_s(lambda m: step_lists(kind, pp, m, virtual), m, times, overlap, period, plan.route)
+            makespan_s(lambda m: step_lists(kind, pp, m, virtual, overlap.early), m, times, overlap, period, plan.route)
             for m in (count // 2, count)
         )
     except ValueError:  # an interleaved schedule of so few microbatches

@@ -156,10 +156,11 @@ def _check_size(where: str, size: int, planned: int, symbol: str) -> None:
         raise InputsError(f"{where} is 0: samples are empty", where=where, fix="skip such batches")
 
 
-def stand_in(specs: Mapping[str, InputSpec], samples: int) -> dict[str, Tensor]:
+def stand_in(specs: Mapping[str, InputSpec], samples: int, device: torch.device) -> dict[str, Tensor]:
     """Return zeros of the planned sizes, for a rank without a valid batch that must still join the step."""
     lead = (samples,)
-    return {n: torch.zeros(lead[: spec.lead] + spec.sizes, dtype=spec.dtype) for n, spec in specs.items()}
+    sizes = {name: lead[: spec.lead] + spec.sizes for name, spec in specs.items()}
+    return {n: torch.zeros(sizes[n], dtype=spec.dtype, device=device) for n, spec in specs.items()}
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:

@@ -73,7 +73,7 @@ class Agreement:
             if self._comm.world.size == 1 or not self._layout.specs:
                 raise
             self._fault = error
-            return self._cut(stand_in(self._layout.specs, self._samples), microbatches)
+            return self._cut(stand_in(self._layout.specs, self._samples, self._comm.device), microbatches)
         self._samples = sum(map(sample_count, found))
         shared = self._layout.shared
         names = [name for name in self._layout.inputs if name not in shared], shared
@@ -88,7 +88,7 @@ class Agreement:
         self._fault = None
         self._digests = [torch.zeros((), dtype=torch.float64)] * 2
         planned = self._layout.micro * self._layout.microbatches
-        return self._cut(stand_in(self._layout.specs, planned), None)[:1]
+        return self._cut(stand_in(self._layout.specs, planned, self._comm.device), None)[:1]
 
     def _cut(self, batch: Mapping[str, Tensor], microbatches: int | None) -> list[Microbatch]:
         layout = self._layout

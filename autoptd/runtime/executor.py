@@ -28,14 +28,28 @@ from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait
 from autoptd.runtime.profiler_ranges import in_ranges
 from autoptd.runtime.split_backward import Root, WeightBackward, backward_inputs
-from autoptd.schedule import RECEIVES, SENDS, SENDS_UNDER_WAY, Action, Actions, StageMap, channel_of, peer_of
+from autoptd.schedule import (
+    RECEIVES,
+    SENDS,
+    SENDS_UNDER_WAY,
+    Action,
+    Actions,
+    StageMap,
+    channel_of,
+    peer_of,
+    receives_posted,
+)
 
 
 class BackwardHooks(Protocol):
     """Calls of the executor around backward passes: gather parameters, reduce their gradients."""
 
-    def before_backward(self, chunk: int, kind: str, last: bool) -> None:
-        """Called before chunk `chunk` starts a B or W pass (`kind`); `last`: its last of that kind in this step."""
+    def start_sum(self, chunk: int) -> None:
+        """Called for the SUM of a chunk, right before the pass that completes its gradients."""
+        ...
+
+    def before_backward(self, chunk: int, kind: str) -> None:
+        """Called before chunk `chunk` starts a B or W pass (`kind`)."""
         ...
 
     def before_weights(self, parameters: Sequence[Tensor]) -> None:
@@ -122,8 +136,7 @@ class Executor:
         buffers, in training only. Raises RuntimeFault.
         """
         run = _StepState(self, actions, microbatches, counts, loss, gradients, counted, scale, loss_of_sums, sums)
-        lasts = {(a.kind, a.chunk): a for a in actions if a.kind in ("B", "W")}
-        if not self._handshaken and lasts:
+        if not self._handshaken and run.training:
             run.handshake()
             self._handshaken = True
         do: dict[str, Callable[[Action], None]] = {
@@ -138,15 +151,19 @@ class Executor:
         status = self._comm.watch.status
         for action in in_ranges(actions, self._range):
             chunk = self._chunks[action.chunk]
+            runs = "" if action.microbatch is None else chunk.modules
+            status.enter(str(action), chunk.number, action.microbatch, runs)
+            if action.kind == "SUM":
+                assert gradients is not None
+                gradients.start_sum(action.chunk)
+                continue
             if action.microbatch is None:
-                status.enter(action.kind, chunk.number, None, "")
                 end[action.kind]()
                 continue
-            status.enter(str(action), chunk.number, action.microbatch, chunk.modules)
             makes = gradients if action.kind in ("B", "W") else None
             try:
                 if makes is not None:
-                    makes.before_backward(action.chunk, action.kind, action == lasts[action.kind, action.chunk])
+                    makes.before_backward(action.chunk, action.kind)
                 do[action.kind](action)
                 if makes is not None:
                     makes.after_backward(action.chunk, action.kind == "W" or not run.splits_backward)
@@ -205,7 +222,8 @@ class _StepState:
                 edge = self.chunks[action.chunk].edges[action.kind]
                 messages.setdefault(edge, deque()).append((_at(action), self._parts(action.kind, *_at(action))))
         c = self.comm
-        self.inboxes = {edge: Inbox(c.edges[edge], order, c.tp, c.device) for edge, order in messages.items()}
+        most = receives_posted(actions)
+        self.inboxes = {edge: Inbox(c.edges[edge], order, c.tp, c.device, most) for edge, order in messages.items()}
 
     # ---- messages ----
 

@@ -59,6 +59,7 @@ class Inbox:
     expected: deque[tuple[At, list[MessagePart]]]
     tp: Group
     device: torch.device
+    most: int  # receives that are posted at once
     posted: deque[tuple[At, list[tuple[MessagePart, Tensor, Handle]]]] = field(default_factory=deque)
 
     def _post(self) -> None:
@@ -67,8 +68,8 @@ class Inbox:
         self.posted.append((at, [(part, out, self.channel.receive(out)) for part, out in outs]))
 
     def take(self, at: At) -> Tensors:
-        """Return the tensors of a microbatch for a chunk; post the next receive ahead."""
-        while len(self.posted) < 2 and self.expected:
+        """Return the tensors of a microbatch for a chunk; post the next receives ahead."""
+        while len(self.posted) < self.most and self.expected:
             self._post()
         found, parts = self.posted.popleft()
         assert found == at, (found, at)

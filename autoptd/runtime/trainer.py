@@ -23,6 +23,7 @@ from torch import Tensor
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.placements import Split
+from autoptd.layout.step_actions import step_actions
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.random import dropout_mask
 from autoptd.ops.stage import Stage
@@ -41,7 +42,7 @@ from autoptd.runtime.optimizers.named import Factory
 from autoptd.runtime.optimizers.step import OptimizerStep
 from autoptd.runtime.zero.materialise import check_names, materialise, tied_groups
 from autoptd.runtime.zero.param_buffers import ParameterShard, squared_norm
-from autoptd.schedule import forward_only, training_step, with_communication
+from autoptd.schedule import forward_only, with_communication
 
 
 class Trainer:
@@ -85,9 +86,7 @@ class Trainer:
         self.optimizer = self.update.optimizer
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
         self._executor = Executor(self.stages, communicators, self._dropout, recomputed, layout.slices, layout.modules)
-        mesh = layout.mesh
-        lists = training_step(layout.schedule, mesh.pp, layout.microbatches, mesh.virtual)
-        self._actions = lists[communicators.stage]
+        self._actions = step_actions(layout)[communicators.stage]
         self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
         self._used: set[str] = set()
         self._inputs, self._check = Agreement(layout, communicators), check
@@ -282,6 +281,7 @@ class Trainer:
             self._buffers.scale_gradients(factor)
         self.update.run(self._used)
         self._buffers.end_step()
+        self._buffers.owed = True
         return result
 
     def _skipped(self, name: str) -> bool:
@@ -293,13 +293,13 @@ class Trainer:
     # Full tensors
 
     def settle(self) -> None:
-        """Wait for the all-gather of the last step's parameters, if it is still in progress."""
+        """All-gather the last step's parameters, or wait for it if that has begun. A collective over dp."""
         self._buffers.finish_gathers()
 
     @torch.no_grad()
     def take_pieces(self) -> None:
         """Update the model's parameters from pieces that the caller has written. A collective over dp."""
-        self._buffers.gather_parameters()
+        self._buffers.owed = True
         self.settle()
         self._loaded = True
 

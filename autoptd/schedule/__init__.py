@@ -9,9 +9,10 @@ proof, explanations and executor read these lists. Every name below may be impor
     SF0     send its activation to the next stage                    (s, forward)
     RB0     receive its gradient from the next stage                 (s, backward)
     SB0     send its gradient to the previous stage                  (s-1, backward)
-    REDUCE  finish the reduction of the parameters' gradients
+    SUM     from here on, sum the gradients of chunk 0 over dp, bucket by bucket, as the next pass completes them
+    REDUCE  sum what is left, and wait for it
     STEP    clip and run the optimizer on this rank's share
-    GATHER  all-gather the updated parameters
+    GATHER  all-gather the updated parameters; as the first action, those of the last step, while passes run
 
     F3.1    forward of microbatch 3 on this rank's chunk 1; without a dot, on chunk 0
 
@@ -32,6 +33,7 @@ rank. `with_communication` derives the rest.
 from __future__ import annotations
 
 from autoptd.schedule.actions import (
+    EARLY,
     RECEIVES,
     SENDS,
     Action,
@@ -45,7 +47,15 @@ from autoptd.schedule.actions import (
     text,
 )
 from autoptd.schedule.build import step_lists, training_step, with_communication, with_step_end
+from autoptd.schedule.communicators import (
+    Queued,
+    StuckCommunicators,
+    most_kernels,
+    parse_queued,
+    prove_communicators,
+)
 from autoptd.schedule.proof import SENDS_UNDER_WAY, StuckSchedule, UncountedActivations, grid, prove, prove_memory
+from autoptd.schedule.rank_queues import Communicates, RankQueues, rank_queues, receives_posted
 from autoptd.schedule.schedules import (
     RUNNABLE,
     SCHEDULES,
@@ -63,6 +73,7 @@ from autoptd.schedule.schedules import (
 from autoptd.schedule.stage_map import Channel, StageMap, channel_of, peer_of
 
 __all__ = [
+    "EARLY",
     "RECEIVES",
     "RUNNABLE",
     "SCHEDULES",
@@ -72,9 +83,13 @@ __all__ = [
     "Actions",
     "Alive",
     "Channel",
+    "Communicates",
+    "Queued",
+    "RankQueues",
     "Schedule",
     "ScheduleKind",
     "StageMap",
+    "StuckCommunicators",
     "StuckSchedule",
     "UncountedActivations",
     "channel_of",
@@ -84,13 +99,18 @@ __all__ = [
     "grid",
     "in_flight",
     "interleaved",
+    "most_kernels",
     "one_f_one_b",
     "parse",
     "parse_action",
+    "parse_queued",
     "peer_of",
     "period_of",
     "prove",
+    "prove_communicators",
     "prove_memory",
+    "rank_queues",
+    "receives_posted",
     "route_of",
     "row_of",
     "step_lists",

@@ -9,10 +9,11 @@ from typing import NamedTuple, TypeAlias
 SENDS = ("SF", "SB")
 RECEIVES = ("RF", "RB")
 STEP_END = ("REDUCE", "STEP", "GATHER")
+EARLY = ("SUM", "GATHER")  # communication over dp that may start while passes run
 
 
 class Action(NamedTuple):
-    """One action of a rank; `microbatch` is None for the actions at the end of a step.
+    """One action of a rank; `microbatch` is None for SUM and the actions at the end of a step.
 
     A tuple, since schedules have up to hundreds of thousands of actions.
     """
@@ -22,9 +23,8 @@ class Action(NamedTuple):
     chunk: int = 0
 
     def __str__(self) -> str:
-        if self.microbatch is None:
-            return self.kind
-        return f"{self.kind}{self.microbatch}.{self.chunk}" if self.chunk else f"{self.kind}{self.microbatch}"
+        name = self.kind if self.microbatch is None else f"{self.kind}{self.microbatch}"
+        return f"{name}.{self.chunk}" if self.chunk else name
 
 
 Actions: TypeAlias = tuple[Action, ...]
@@ -37,7 +37,11 @@ def parse_action(text: str) -> Action:
         return Action(text)
     if match := re.fullmatch(r"(F|B|W|SF|RF|SB|RB)(\d+)(?:\.([1-9]\d*))?", text):
         return Action(match[1], int(match[2]), int(match[3] or 0))
-    raise ValueError(f"{text!r} is not an action; write F0, B0, W0, F0.1, SF0, RF0, SB0, RB0, REDUCE, STEP or GATHER")
+    if match := re.fullmatch(r"SUM(?:\.([1-9]\d*))?", text):
+        return Action("SUM", None, int(match[1] or 0))
+    raise ValueError(
+        f"{text!r} is not an action; write F0, B0, W0, F0.1, SF0, RF0, SB0, RB0, SUM, REDUCE, STEP or GATHER"
+    )
 
 
 def text(schedule: Schedule) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache, lru_cache
 
 from autoptd.errors import PlanError
-from autoptd.schedule.actions import STEP_END, Action, Schedule, chunks_of
+from autoptd.schedule.actions import STEP_END, Action, Actions, Schedule, chunks_of
 from autoptd.schedule.proof import prove
 from autoptd.schedule.schedules import compute_lists, route_of
 from autoptd.schedule.stage_map import StageMap, peer_of
@@ -38,25 +38,39 @@ def with_communication(schedule: Schedule, route: StageMap | None = None) -> Sch
     return tuple(tuple(around(rank)) for rank in range(route.ranks))
 
 
-def with_step_end(schedule: Schedule) -> Schedule:
-    """Append REDUCE, STEP, GATHER to every rank."""
-    end = tuple(Action(kind) for kind in STEP_END)
-    return tuple(actions + end for actions in schedule)
+def with_step_end(schedule: Schedule, early: Collection[str] = ()) -> Schedule:
+    """Append REDUCE, STEP, GATHER to every rank. `early`: of SUM and GATHER, what starts while passes run.
+
+    A chunk's SUM is right before the pass that completes its gradients: its last W, or B if the rank has no W. An early
+    GATHER is the first action of the next step.
+    """
+    first = (Action("GATHER"),) if "GATHER" in early else ()
+    end = tuple(Action(kind) for kind in STEP_END if not (first and kind == "GATHER"))
+    return tuple(first + (_with_sums(actions) if "SUM" in early else actions) + end for actions in schedule)
+
+
+def _with_sums(actions: Actions) -> Actions:
+    completing = "W" if any(action.kind == "W" for action in actions) else "B"
+    last = {action.chunk: at for at, action in enumerate(actions) if action.kind == completing}
+    found = list(actions)
+    for chunk, at in sorted(last.items(), key=lambda item: -item[1]):
+        found.insert(at, Action("SUM", None, chunk))
+    return tuple(found)
 
 
 @lru_cache(maxsize=1)  # ranks that are threads of one process have one schedule
-def training_step(kind: str, stages: int, microbatches: int, virtual: int = 1) -> Schedule:
+def training_step(kind: str, stages: int, microbatches: int, virtual: int = 1, early: tuple[str, ...] = ()) -> Schedule:
     """Return `step_lists`, proved to finish. Raises PlanError as it does, and StuckSchedule for a deadlock."""
-    schedule = step_lists(kind, stages, microbatches, virtual)
+    schedule = step_lists(kind, stages, microbatches, virtual, early)
     prove(schedule, route_of(kind, stages, virtual))
     return schedule
 
 
-def step_lists(kind: str, stages: int, microbatches: int, virtual: int = 1) -> Schedule:
+def step_lists(kind: str, stages: int, microbatches: int, virtual: int = 1, early: Collection[str] = ()) -> Schedule:
     """Return the whole step of a row of `SCHEDULES`: compute, communication, step end; not yet proved.
 
-    `stages` is the number of pipeline ranks, `virtual` the chunks that each holds. Raises PlanError for an unknown
-    kind, numbers that the kind does not allow, and a step of too many actions.
+    `stages` is the number of pipeline ranks, `virtual` the chunks that each holds; `early`: see `with_step_end`. Raises
+    PlanError for an unknown kind, numbers that the kind does not allow, and a step of too many actions.
     """
     if (passes := stages * virtual * microbatches) > MOST_PASSES:
         chunks = f" of {virtual:,} chunks" if virtual > 1 else ""
@@ -67,4 +81,4 @@ def step_lists(kind: str, stages: int, microbatches: int, virtual: int = 1) -> S
             fix="plan with larger microbatches, or a smaller batch",
         )
     lists = compute_lists(kind, stages, microbatches, virtual)
-    return with_step_end(with_communication(lists, route_of(kind, stages, virtual)))
+    return with_step_end(with_communication(lists, route_of(kind, stages, virtual)), early)

@@ -13,13 +13,15 @@ from autoptd.cost_models.perfetto import STREAMS, trace, trace_text
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
 from autoptd.cost_models.timeline import Timeline
-from autoptd.schedule import Schedule, step_lists
+from autoptd.schedule import EARLY, Schedule, step_lists
 
 CHUNK = ChunkTimes(1, 2, 1, 0.25, 0.5, 0.125, 0.0625)
 
 
-def played(kind: str = "interleaved", virtual: int = 2, overlap: Overlap | None = None) -> tuple[Schedule, Timeline]:
-    schedule = step_lists(kind, 3, 6, virtual)
+def played(
+    kind: str = "interleaved", virtual: int = 2, overlap: Overlap | None = None, early: tuple[str, ...] = ()
+) -> tuple[Schedule, Timeline]:
+    schedule = step_lists(kind, 3, 6, virtual, early)
     times = [StageTimes((CHUNK,) * virtual, reduce_s=3, step_s=1, gather_s=2)] * 3
     return schedule, simulate(schedule, times, overlap)
 
@@ -29,13 +31,13 @@ def of_phase(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
 
 
 CASES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)]
-OVERLAPS = [Overlap(), Overlap(tp=True, dp=True), Overlap(p2p=False), Overlap(dp=True, gather=False)]
+OVERLAPS = [(Overlap(), ()), (Overlap(tp=True), EARLY), (Overlap(p2p=False), ()), (Overlap(), ("SUM",))]
 
 
 @pytest.mark.parametrize(("kind", "virtual"), CASES)
-@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
-def test_the_trace_is_well_formed(kind: str, virtual: int, overlap: Overlap):
-    schedule, timeline = played(kind, virtual, overlap)
+@pytest.mark.parametrize(("overlap", "early"), OVERLAPS, ids=str)
+def test_the_trace_is_well_formed(kind: str, virtual: int, overlap: Overlap, early: tuple[str, ...]):
+    schedule, timeline = played(kind, virtual, overlap, early)
     events = json.loads(trace_text(timeline))["traceEvents"]
     slices = of_phase(events, "X")
     assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(timeline.makespan_s * 1e6)

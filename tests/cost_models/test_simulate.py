@@ -15,7 +15,7 @@ from autoptd.cost_models.simulate import makespan_bound, simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
-from autoptd.schedule import Action, step_lists
+from autoptd.schedule import EARLY, Action, step_lists
 
 
 def one(
@@ -37,8 +37,8 @@ def lists(*lines: str) -> list[list[Act]]:
     """Parse one line of actions per stage: `lists("F0 SF0", "RF0 F0")`."""
 
     def act(word: str) -> Act:
-        if found := re.fullmatch(r"([A-Z]+?)(\d+)(?:\.(\d+))?", word):
-            return Act(found[1], int(found[2]), int(found[3] or 0))
+        if found := re.fullmatch(r"([A-Z]+)(\d+)?(?:\.(\d+))?", word):
+            return Act(found[1], int(found[2]) if found[2] else None, int(found[3] or 0))
         return Act(word)
 
     return [[act(word) for word in line.split()] for line in lines]
@@ -294,10 +294,10 @@ def test_a_wait_is_communication_only_while_the_message_is_under_way():
 END = "REDUCE STEP GATHER"
 
 
-def last_backward(reduce_s: float, buckets: int | None, overlap: Overlap) -> Timeline:
+def last_backward(reduce_s: float, buckets: int | None, sums: bool) -> Timeline:
     """Simulate F and B of 2 and 4 s, twice: the last backward runs from 8 to 12."""
     times = StageTimes((ChunkTimes(2, 4),), reduce_s=reduce_s, step_s=1, buckets=buckets)
-    return simulate(lists(f"F0 B0 F1 B1 {END}"), [times], overlap)
+    return simulate(lists(f"F0 B0 F1 {'SUM ' if sums else ''}B1 {END}"), [times])
 
 
 @pytest.mark.parametrize(
@@ -312,16 +312,16 @@ def last_backward(reduce_s: float, buckets: int | None, overlap: Overlap) -> Tim
     ],
 )
 def test_reduction_beside_the_last_backward(reduce_s: float, buckets: int | None, end_s: float):
-    timeline = last_backward(reduce_s, buckets, Overlap(dp=True))
+    timeline = last_backward(reduce_s, buckets, sums=True)
     assert timeline.makespan_s == end_s + 1
     assert timeline.exposed_s["dp"] == end_s - 12
-    assert last_backward(reduce_s, buckets, Overlap()).makespan_s == 12 + reduce_s + 1
+    assert last_backward(reduce_s, buckets, sums=False).makespan_s == 12 + reduce_s + 1
 
 
 def test_chunks_reduce_one_after_the_other():
     """The reduction is split 3 : 1 like the backward passes; chunk 1 is reduced while chunk 0 still computes."""
     times = StageTimes((ChunkTimes(1, 3), ChunkTimes(1, 1)), reduce_s=8)
-    timeline = simulate(lists("F0 F0.1 B0.1 B0 REDUCE"), [times], Overlap(dp=True))
+    timeline = simulate(lists("F0 F0.1 SUM.1 B0.1 SUM B0 REDUCE"), [times])
     # B0.1 from 2 to 3, its part of 2 s from 2 to 4; B0 from 3 to 6, its part of 6 s from 4 to 10
     assert [(e.action.chunk, e.start_s, e.end_s) for e in timeline.communication] == [(1, 2, 4), (0, 4, 10)]
     assert timeline.makespan_s == 10
@@ -329,7 +329,7 @@ def test_chunks_reduce_one_after_the_other():
 
 def test_reduction_waits_for_the_weight_gradients():
     times = StageTimes((ChunkTimes(1, 2, 1),), reduce_s=1)
-    timeline = simulate(lists("F0 B0 W0 REDUCE"), [times], Overlap(dp=True))
+    timeline = simulate(lists("F0 B0 SUM W0 REDUCE"), [times])
     assert [(e.start_s, e.end_s) for e in timeline.communication] == [(2, 3)]
 
 
@@ -339,17 +339,17 @@ def test_reduction_waits_for_the_weight_gradients():
 )
 def test_gather_beside_the_first_forward(gather_s: float, buckets: int | None, forward_ends_s: float):
     times = StageTimes((ChunkTimes(2, 4),), gather_s=gather_s, buckets=buckets)
-    timeline = simulate(lists(f"F0 B0 F1 B1 {END}"), [times], Overlap(dp=True))
-    assert timeline.events[0].end_s == forward_ends_s
+    timeline = simulate(lists("GATHER F0 B0 F1 B1 REDUCE STEP"), [times])
+    assert timeline.events[1].end_s == forward_ends_s
     assert timeline.makespan_s == forward_ends_s + 10
     assert timeline.exposed_s["dp"] == forward_ends_s - 2
-    apart = simulate(lists(f"F0 B0 F1 B1 {END}"), [times], Overlap(dp=True, gather=False))
+    apart = simulate(lists(f"F0 B0 F1 B1 {END}"), [times])
     assert apart.makespan_s == 12 + gather_s
 
 
 def test_a_pipeline_hides_the_gather_while_it_fills():
     times = [one(2, 4, gather_s=3)] * 3
-    apart, beside = (simulate(steps("1f1b", 3, 4), times, overlap) for overlap in (Overlap(), Overlap(dp=True)))
+    apart, beside = (simulate(step_lists("1f1b", 3, 4, early=early), times) for early in ((), ("GATHER",)))
     assert apart.makespan_s - beside.makespan_s == 2, "the first stage waits for 1 of 3 s; the others are later anyway"
     assert beside.breakdown_s(2)["dp"] == 0
 
@@ -373,7 +373,7 @@ def test_parts_sum_to_the_makespan_and_overlap_never_hurts(
 ):
     f, b, w, ftp, btp, sf, sb, *end = numbers
     times = [StageTimes((ChunkTimes(f, b + w, w, ftp, btp, sf, sb),) * kind[1], *end)] * stages
-    schedule = steps(kind[0], stages, stages * groups, kind[1])
+    schedule = step_lists(kind[0], stages, stages * groups, kind[1], Overlap(*on).early)
     timeline = simulate(schedule, times, Overlap(*on))
     for stage in range(stages):
         parts = timeline.breakdown_s(stage)
@@ -393,8 +393,8 @@ def test_parts_sum_to_the_makespan_and_overlap_never_hurts(
 def test_64_stages_of_512_microbatches_in_a_second(kind: str, virtual: int):
     chunk = ChunkTimes(1, 2, 1, 0.1, 0.1, 0.01, 0.01)
     times = [StageTimes((chunk,) * virtual, 1, 1, 1)] * 64
-    schedule = step_lists(kind, 64, 512, virtual)
+    schedule = step_lists(kind, 64, 512, virtual, EARLY)
     begin = time.process_time()
-    timeline = simulate(schedule, times, Overlap(tp=True, dp=True))
+    timeline = simulate(schedule, times, Overlap(tp=True))
     assert time.process_time() - begin < 1
     assert timeline.makespan_s > 512 * 3 * virtual

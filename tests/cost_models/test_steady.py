@@ -42,8 +42,8 @@ def compared(seed: int) -> tuple[float, float]:
     """Return the seconds by extrapolation, and by full simulation."""
     kind, ranks, virtual, microbatches, times, overlap = step_of(seed)
     route, period = route_of(kind, ranks, virtual), period_of(kind, ranks)
-    played = simulate(step_lists(kind, ranks, microbatches, virtual), times, overlap, route).makespan_s
-    lists = lambda n: step_lists(kind, ranks, n, virtual)  # noqa: E731
+    played = simulate(step_lists(kind, ranks, microbatches, virtual, overlap.early), times, overlap, route).makespan_s
+    lists = lambda n: step_lists(kind, ranks, n, virtual, overlap.early)  # noqa: E731
     return makespan_s(lists, microbatches, times, overlap, period, route), played
 
 

@@ -182,7 +182,7 @@ def test_swapped_channels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_before_their_backward_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Swapped in the rank's list only, since the proof would refuse the schedule."""
-    honest = trainer.training_step
+    honest = trainer.step_actions
 
     def early(*args: Any) -> Schedule:
         def turned(actions: Actions) -> Actions:
@@ -192,7 +192,7 @@ def test_weights_before_their_backward_are_caught(monkeypatch: pytest.MonkeyPatc
 
         return tuple(turned(actions) for actions in honest(*args))
 
-    monkeypatch.setattr(trainer, "training_step", early)
+    monkeypatch.setattr(trainer, "step_actions", early)
     assert found_wrong("nanogpt", "vee")
 
 

@@ -132,18 +132,23 @@ def last_microbatch_only(patch: Patch) -> None:
     """Overwrite the gradient of the previous microbatch."""
     whole = reduction.Reduction.expect
 
-    def expect(self: Any, chunk: int, last: bool) -> None:
+    def expect(self: Any, chunk: int) -> None:
         for live in self._states:
             live.unwritten, live.accumulated = set(live.names), False
-        whole(self, chunk, last)
+        whole(self, chunk)
 
     patch.setattr(reduction.Reduction, "expect", expect)
 
 
 def reduced_too_early(patch: Patch) -> None:
     """Count readiness from the first microbatch on."""
-    whole = buffers.Buffers.expect_gradients
-    patch.setattr(buffers.Buffers, "expect_gradients", lambda self, chunk, _: whole(self, chunk, True))
+    whole = buffers.Buffers.before_backward
+
+    def before_backward(self: buffers.Buffers, chunk: int, half: str) -> None:
+        self.start_sum(chunk)
+        whole(self, chunk, half)
+
+    patch.setattr(buffers.Buffers, "before_backward", before_backward)
 
 
 def no_gather(patch: Patch) -> None:

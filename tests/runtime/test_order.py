@@ -67,12 +67,19 @@ def test_executed_order_is_simulated_order(order: list[tuple[int, str]], kind: s
                 return result
 
             setattr(trainer if name == "_finish" else trainer._buffers, name, recorded)
+        whole = trainer._buffers.start_sum
+
+        def start_sum(chunk: int) -> None:
+            whole(chunk)
+            order.append((c.stage, str(Action("SUM", None, chunk))))
+
+        trainer._buffers.start_sum = start_sum  # type: ignore[method-assign]
         trainer.train_step(tiny.batch(microbatches, 0))
 
     run_lockstep(mesh, body)
     chunk = ChunkTimes(1, 2, 1 if row.splits_backward else 0, send_forward_s=0.1, send_backward_s=0.1)
     times = StageTimes((chunk,) * mesh.virtual, 1, 1, 1)
-    timeline = simulate(step_lists(kind, pp, microbatches, mesh.virtual), [times] * pp, route=mesh.route)
+    timeline = simulate(step_lists(kind, pp, microbatches, mesh.virtual, ("SUM",)), [times] * pp, route=mesh.route)
     for stage in range(pp):
         simulated = [str(e.action) for e in timeline.events if e.stage == stage]
         assert [action for rank, action in order if rank == stage] == simulated

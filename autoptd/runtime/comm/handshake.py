@@ -35,25 +35,31 @@ def exchange(
     incoming: Sequence[tuple[Channel, Sequence[str]]],
     device: torch.device,
 ) -> None:
-    """Send the list of messages of each outgoing channel; compare those received. Raises RuntimeFault if two differ."""
-    handles = [handle for channel, lines in outgoing for handle in _send(channel, lines, device)]
-    for channel, expected in incoming:
-        _compare(_receive(channel, device), list(expected))
+    """Send the list of messages of each outgoing channel; compare those received. Raises RuntimeFault if two differ.
+
+    A channel has one message under way at a time, the length and then the text, so that no send waits in a GPU's queue
+    before the receives.
+    """
+    texts = [(channel, "\n".join(lines).encode() or b"\n") for channel, lines in outgoing]
+    handles = [_send(channel, [len(raw)], torch.int64, device) for channel, raw in texts]
+    lengths = [_receive(channel, 1, torch.int64, device)[0] for channel, _ in incoming]
+    handles += [_send(channel, list(raw), torch.uint8, device) for channel, raw in texts]
+    for (channel, expected), length in zip(incoming, lengths, strict=True):
+        received = bytes(_receive(channel, length, torch.uint8, device)).decode()
+        _compare([line for line in received.splitlines() if line], list(expected))
     for handle in handles:
         handle.wait()
 
 
-def _send(channel: Channel, lines: Sequence[str], device: torch.device) -> list[Handle]:
-    raw = torch.frombuffer(bytearray("\n".join(lines).encode() or b"\n"), dtype=torch.uint8).to(device)
-    return [channel.send(torch.tensor([raw.numel()], device=device)), channel.send(raw)]
+def _send(channel: Channel, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Handle:
+    return channel.send(torch.tensor(numbers, dtype=dtype, device=device))
 
 
-def _receive(channel: Channel, device: torch.device) -> list[str]:
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    channel.receive(length).wait()
-    raw = torch.empty(int(length), dtype=torch.uint8, device=device)
-    channel.receive(raw).wait()
-    return [line for line in bytes(raw.tolist()).decode().splitlines() if line]
+def _receive(channel: Channel, count: int, dtype: torch.dtype, device: torch.device) -> list[int]:
+    received = torch.empty(count, dtype=dtype, device=device)
+    channel.receive(received).wait()
+    numbers: list[int] = received.tolist()
+    return numbers
 
 
 def _compare(sent: list[str], expected: list[str]) -> None:

@@ -81,7 +81,8 @@ class ProcessGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
-        self.all_gather_later(out.view(-1), x.reshape(-1)).wait()
+        with self.pending("all-gather with"):
+            _all_gather(as_bytes(out.view(-1)), as_bytes(x.reshape(-1)), group=self.group)
         return out
 
     def all_gather_later(self, out: Tensor, x: Tensor) -> Handle:
@@ -92,7 +93,8 @@ class ProcessGroup:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         wide = x.to(_SUMMED_IN.get(x.dtype, x.dtype))
         out = wide.new_empty(x.shape[1:])
-        self.reduce_scatter_later(out.view(-1), wide.view(-1)).wait()
+        with self.pending("reduce-scatter with"):
+            _reduce_scatter(out.view(-1), wide.view(-1), group=self.group)
         return out.to(x.dtype)
 
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:

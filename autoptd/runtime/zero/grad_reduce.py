@@ -1,6 +1,7 @@
 """Gradient accumulation, and reduction of each bucket over the data-parallel ranks.
 
-    ZeRO 0, 1   accumulates full gradients over all microbatches; reduces a bucket at its last gradient of the last one
+    ZeRO 0, 1   accumulates full gradients over all microbatches; reduces a bucket at its last gradient of the step, if
+                its chunk has a SUM in the action list, else at the end
     ZeRO 2, 3   accumulates over one backward pass, in a temporary buffer allocated at the bucket's first gradient;
                 reduces the complete bucket, adds this rank's shard to that of the step, and frees the buffer
 
@@ -109,19 +110,24 @@ class Reduction:
     def start_step(self) -> None:
         self.used: set[str] = set()
         self._now: tuple[_Round, int] | None = None
+        self._summing: set[int] = set()  # chunks whose gradients the next pass completes
         for state in self._states:
             state.unwritten = set(state.names)
             state.launched = state.accumulated = False
         for turn in self._rounds:
             turn.restart()
 
-    def expect(self, chunk: int, last: bool) -> None:
-        """Announce a backward pass of a chunk; `last`: the chunk's last in this step.
+    def start_sum(self, chunk: int) -> None:
+        """Let a chunk's buckets be reduced as its next pass completes them."""
+        self._summing.add(chunk)
 
-        Complete buckets are reduced at once: with ZeRO 2 and 3 in every pass, with ZeRO 0 and 1 in the last one if
-        overlapped. Without overlap ZeRO 2 and 3 wait for each reduction, which bounds the number of temporary buffers.
+    def expect(self, chunk: int) -> None:
+        """Announce a backward pass of a chunk.
+
+        Complete buckets are reduced at once: with ZeRO 2 and 3 in every pass, with ZeRO 0 and 1 after the chunk's SUM.
+        Without overlap ZeRO 2 and 3 wait for each reduction, which bounds the number of temporary buffers.
         """
-        now = self._per_backward or (self._overlap and last)
+        now = self._per_backward or chunk in self._summing
         self._now = (self._rounds[chunk if self._per_backward else 0], chunk) if now else None
 
     def take(self, state: BucketState, name: str, gradient: Tensor) -> None:

@@ -11,8 +11,11 @@ edp instead of dp. The model's parameters are views of it. A hook accumulates au
               over the tied stages
     STEP      the optimizer updates one piece per (parameter, this rank's shard): a view of `data`, or of `main` if
               parameters are narrower than float32 or sharded
-    GATHER    all-gather over dp; with `layout.gather_later`, the first module of the next step's forward passes that
+    GATHER    all-gather over dp; as the first action of the next step, the first module of its forward passes that
               reads a bucket waits for it; with ZeRO 3 every pass gathers on demand (`param_gather.py`)
+
+A GATHER of the next step is queued behind the counts of its batch. On the communicator that both share, counts behind
+all parameters would let the last stage's first forward pass wait for all of them.
 
 All scaling factors are in the loss, so every reduction is a plain sum. Tied copies have buffers of equal layout on
 every stage, hence the same shards, sums and updates, and stay bitwise equal.
@@ -39,7 +42,8 @@ from autoptd.runtime.zero.param_gather import Gathering, GatherUnit
 class Buffers:
     """The flat buffers of a pipeline rank: all trainable parameters, and with ZeRO 3 the frozen ones.
 
-    `parameters`: views of the buffers, which replace the modules' parameters.
+    `parameters`: views of the buffers, which replace the modules' parameters. `owed`: whether pieces have been updated
+    that the parameters were not gathered from yet.
     """
 
     def __init__(
@@ -58,7 +62,8 @@ class Buffers:
         `experts`: the sharing of parameters that are split over ep ranks. `offload`: share of the optimizer state in
         host memory."""
         self._tp = tp
-        self._gather_later = layout.gather_later
+        self._gather_later = "GATHER" in layout.early
+        self.owed = False
         self._gathering: dict[tuple[Slot, ...], Handle] = {}  # by bucket
         self._buffers = _build(parameters, layout, device, sharing, tied, experts or sharing, offload)
         self._buffer_of = {name: buffer for buffer in self._buffers for name in buffer.slots}
@@ -127,10 +132,6 @@ class Buffers:
         self.end_step()
         self._reduction.start_step()
 
-    def expect_gradients(self, chunk: int, last: bool) -> None:
-        """Announce a backward pass of a chunk; in its last of the step, buckets are reduced as they become complete."""
-        self._reduction.expect(chunk, last)
-
     def finish_reduction(self) -> None:
         """Wait for all reductions over dp; sum gradients that are partial over tp or tied stages."""
         self._reduction.finish()
@@ -166,8 +167,9 @@ class Buffers:
     # ---- parameters ----
 
     def gather_parameters(self) -> None:
-        """All-gather every bucket, in forward order; wait now, or in the modules that read them (`gather_later`)."""
-        if self._zero3 is not None:
+        """All-gather every bucket, in forward order, if this is owed; wait now, or in the modules that read them."""
+        owed, self.owed = self.owed, False
+        if not owed or self._zero3 is not None:
             return
         for state in reversed(self._states):
             self._gathering[state.bucket.slots] = state.buffer.start_gather(state.bucket)
@@ -175,7 +177,9 @@ class Buffers:
             self.finish_gathers()
 
     def finish_gathers(self, names: Iterable[str] | None = None) -> None:
-        """Wait until these parameters are gathered, by default all."""
+        """Wait until these parameters are gathered, by default all. A collective over dp if a gather is owed."""
+        if self.owed:
+            self.gather_parameters()
         if not self._gathering:
             return
         for state in self._states if names is None else self._states_of(names):
@@ -227,8 +231,11 @@ class Buffers:
 
     # ---- backward hooks, called by the executor ----
 
-    def before_backward(self, chunk: int, half: str, last: bool) -> None:
-        self.expect_gradients(chunk, last)
+    def start_sum(self, chunk: int) -> None:
+        self._reduction.start_sum(chunk)
+
+    def before_backward(self, chunk: int, half: str) -> None:
+        self._reduction.expect(chunk)
         if self._zero3 is not None:
             self._zero3.begin_backward(chunk, half)
 

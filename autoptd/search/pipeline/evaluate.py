@@ -198,19 +198,20 @@ def _ahead_s(staged: Staged) -> float:
 
 
 @lru_cache(maxsize=32)  # building them takes longer than simulating them
-def action_lists(kind: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+def action_lists(kind: str, ranks: int, microbatches: int, virtual: int, early: tuple[str, ...]) -> Schedule:
     """Return `schedule.step_lists`, cached."""
-    return step_lists(kind, ranks, microbatches, virtual)
+    return step_lists(kind, ranks, microbatches, virtual, early)
 
 
 def simulated(staged: Staged) -> Staged:
     """Return the plan with its step time by simulation of the action lists that the runtime executes."""
     c, method = staged.candidate, staged.method
+    overlap = Overlap.of(set(method.overlap) - PRICED)
     seconds = makespan_s(
-        lambda microbatches: action_lists(method.schedule, c.pp, microbatches, method.virtual),
+        lambda microbatches: action_lists(method.schedule, c.pp, microbatches, method.virtual, overlap.early),
         c.microbatches,
         rank_times(staged),
-        Overlap.of(set(method.overlap) - PRICED),
+        overlap,
         period_of(method.schedule, c.pp),
         staged.route,
     )
@@ -229,6 +230,6 @@ def prove_schedule(kind: str, stages: int, microbatches: int, virtual: int) -> N
     period = period_of(kind, stages)
     enough = -(-_PROVED_ROUNDS * stages // period) * period + microbatches % period
     count = min(microbatches, enough)
-    lists = action_lists(kind, stages, count, virtual)
+    lists = action_lists(kind, stages, count, virtual, ())
     prove(lists, route_of(kind, stages, virtual))
     prove_memory(lists, [alive(rank, stages, count, kind, virtual) for rank in range(stages)])

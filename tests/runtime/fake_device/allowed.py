@@ -44,6 +44,15 @@ ALLOWED: dict[Place, Wait] = {
         most=1,
     ),
     ("runtime/trainer.py", "eval_step"): Wait("once an evaluated batch", "the loss is returned", (EVALUATED,), most=1),
+    ("runtime/evaluation/evaluator.py", "_places"): Wait(
+        "once a batch of metrics, and after the last",
+        "the tensor of all values has a row of each rank's samples",
+        (EVALUATED,),
+        most=2,
+    ),
+    ("runtime/evaluation/evaluator.py", "rows"): Wait(
+        "twice a batch of metrics", "their values are returned, if no rank had a wrong batch", (EVALUATED,), most=2
+    ),
     ("runtime/report.py", "_synchronise"): Wait(
         "twice an evaluated batch",
         "queued steps are training, and evaluations are not, in the rates of a report",

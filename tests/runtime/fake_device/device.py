@@ -10,6 +10,7 @@ In a step, an error follows on
     what makes the host wait for the device              `.item()`, `.tolist()`, `.cpu()`, `nonzero`, boolean indices, …
     a copy to the device from pageable memory            or one that the host waits for
     host memory read before a copy to it has ended       or written before one from it has
+    memory read, written or freed on a stream            without a wait for another stream's work on it
 
 unless the place in the library is an allowed one; what happens there is counted. Private parts of torch are those of
 2.13.0.
@@ -21,6 +22,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoptd
+from tests.runtime.fake_device.streams import DeviceFault, Streams, bytes_of
 
 aten = torch.ops.aten
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -37,10 +41,6 @@ _ALIAS = torch.device("lazy", 0)  # what C++ takes the tensors' device for
 _ON_DEVICE = (CUDA.type, _ALIAS.type)
 _LIBRARY = str(Path(autoptd.__file__).parent) + "/"
 Place = tuple[str, str]  # file and function: of the library, of a torch optimizer, or of an emitted program
-
-
-class DeviceFault(AssertionError):
-    """An action that a GPU would refuse, or wait for."""
 
 
 class WrongDevice(DeviceFault):
@@ -59,7 +59,7 @@ class MemoryRace(DeviceFault):
     """Host memory is read or written while the device still writes or reads it."""
 
 
-_thread = threading.local()  # `kernel`: whether a kernel of the CPU runs
+_thread = threading.local()  # `kernel`: whether a kernel of the CPU runs; `quiet`: whether ops are not the rank's own
 
 
 def _device_in_cpp() -> torch.device:
@@ -102,6 +102,16 @@ class CudaTensor(Tensor):
         if func is torch.ops.prim.device.default:
             return _device_in_cpp()
         return _run(func, args, kwargs or {}, (kwargs or {}).get("device") != CPU)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Run ops on values beside the device's own work: they stay on the host and are not checked."""
+    before, _thread.quiet = getattr(_thread, "quiet", False), True
+    try:
+        yield
+    finally:
+        _thread.quiet = before
 
 
 def labelled(x: Any) -> Any:
@@ -178,21 +188,14 @@ class _Memory:
         storage = x.untyped_storage()
         if storage._cdata not in self.parts:
             self.parts[storage._cdata] = StorageWeakRef(storage), []
-        self.parts[storage._cdata][1].append((0, storage.nbytes()) if whole else _bytes_of(x))
+        self.parts[storage._cdata][1].append((0, storage.nbytes()) if whole else bytes_of(x))
 
     def holds(self, x: Tensor) -> bool:
         """Return whether a tensor has a byte here."""
         if (part := self.parts.get(x.untyped_storage()._cdata)) is None:
             return False
-        first, last = _bytes_of(x)
+        first, last = bytes_of(x)
         return any(first < stop and start < last for start, stop in part[1])
-
-
-def _bytes_of(x: Tensor) -> tuple[int, int]:
-    """Return the range from a tensor's first to its last element in its storage."""
-    start = int(x.storage_offset()) * x.itemsize
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return start, start + span * x.itemsize
 
 
 class Device(TorchDispatchMode):
@@ -211,6 +214,8 @@ class Device(TorchDispatchMode):
         self._steps: dict[str, tuple[str, Counter[Place]]] = {}  # by thread: kind of the step, what happened in it
         self.ops = 0  # of the device, in steps
         self._pinned, self._coming, self._leaving = _Memory(), _Memory(), _Memory()  # of the host
+        self._streams: dict[str, Streams] = {}  # by thread
+        self.on_wait: Callable[[], object] = lambda: None  # called where the host waits
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -235,19 +240,34 @@ class Device(TorchDispatchMode):
         """End the step; return where the host waited or copied, and how often."""
         return self._steps.pop(threading.current_thread().name)[1]
 
-    def _in_step(self) -> bool:
+    def in_step(self) -> bool:
         return threading.current_thread().name in self._steps
 
     def _event(self, fault: type[DeviceFault], what: str) -> None:
-        if not self._in_step():
+        if not self.in_step():
             return
         kind, met = self._steps[threading.current_thread().name]
         place = _place()
         if not self._allowed(place, kind, fault):
             raise fault(f"{place[1]} of {place[0]} {what}")
         met[place] += 1
+        if fault is HostWaits:
+            self.on_wait()
 
     # ---- streams and memory ----
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of this thread's rank."""
+        return self._streams.setdefault(threading.current_thread().name, Streams())
+
+    def stream_of(self, communicator: str) -> str:
+        """Return the stream of a communicator's later ops."""
+        return f"the stream of {communicator}"
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Check a storage that is about to be freed, or allocated again."""
+        self.streams.check_freed(storage)
 
     def synchronise(self) -> None:
         self._event(HostWaits, "waits for the device")
@@ -270,6 +290,8 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return _device_in_cpp()
+        if getattr(_thread, "quiet", False):
+            return _run(func, args, {k: x for k, x in (kwargs or {}).items() if k != "device"}, False)
         if func is aten._pin_memory.default:
             return self.pin(_run(aten.clone.default, args[:1], {}, False))
         if func is aten.is_pinned.default:
@@ -290,12 +312,31 @@ class Device(TorchDispatchMode):
             self._check_memory(func, args, kwargs, tensors)
         if func in _ONLY_ON_GPUS:
             func = _ONLY_ON_GPUS[func]
-        out = _run(func, args, kwargs, here if to_device is None else to_device)
+        on_device = here if to_device is None else to_device
+        out = _run(func, args, kwargs, on_device)
+        if on_device:
+            self._access(func, args, kwargs, out)
         return self.pin(out) if pins else out
+
+    def _access(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Queue the op on the current stream: what it reads and writes. Raises StreamRace, or EarlyReuse."""
+        streams = self.streams
+        streams.check_freed()
+        if _is_view(func) or "empty" in func.name():
+            return
+        written = {id(x) for x in _written(func, args, kwargs)}
+        what = str(func)
+        for x in _tensors((args, tuple(kwargs.values()))):
+            if isinstance(x, CudaTensor):
+                streams.access(x, id(x) in written, what)
+        if not written:
+            for x in _tensors(out):
+                if isinstance(x, CudaTensor):
+                    streams.access(x, True, what)
 
     def _check_device(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> None:
         """Raise WrongDevice for tensors of the host in an op of the device, HostWaits if the host waits for it."""
-        self.ops += self._in_step()
+        self.ops += self.in_step()
         strangers = [x for x in given if not isinstance(x, CudaTensor)]
         if strangers:
             takes_numbers = torch.Tag.pointwise in func.tags or "_foreach" in func.name()
@@ -337,6 +378,8 @@ class Device(TorchDispatchMode):
         if not leaves and not arrives:
             self._check_memory(func, args, kwargs, [x for x in args[:2] if isinstance(x, Tensor)])
         out = _run(func, args, kwargs, arrives)
+        if arrives or leaves:
+            self._access(func, args, {}, out)
         if leaves and not arrives and no_wait and pinned:
             self._coming.add(self.pin(out))
         elif arrives and not leaves and no_wait:
@@ -352,6 +395,7 @@ def _tensors(x: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
+@cache
 def _is_view(func: Any) -> bool:
     """Return whether an op returns a view and neither reads nor writes its elements."""
     made = func._schema.returns
@@ -359,9 +403,14 @@ def _is_view(func: Any) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+    for i, name in _written_arguments(func):
+        yield from _tensors(args[i] if i < len(args) else kwargs.get(name))
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(i, x.name) for i, x in arguments if x.alias_info is not None and x.alias_info.is_write]
 
 
 def _shown(x: Tensor) -> str:

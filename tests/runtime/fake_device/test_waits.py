@@ -12,6 +12,7 @@ from tests.parity import test_parity_pictures as pictures
 from tests.runtime.fake_device.allowed import ALLOWED, table
 from tests.runtime.fake_device.plans import Ask, given, made
 from tests.runtime.fake_device.run import Ran, steps
+from tests.runtime.fake_device.test_metrics import METRICS
 
 PAGE = Path(__file__).parents[3] / "docs" / "device.md"
 ASKS = (
@@ -22,6 +23,7 @@ ASKS = (
     Ask("nanogpt", Mesh(2), "fp32", fix={"offload": 1.0}),
     Ask("nanogpt", Mesh(), "fp32", "adafactor"),
 )
+MEASURED = Ask("llama", Mesh(2), "fp32")
 
 
 def test_the_page_lists_every_wait() -> None:
@@ -30,6 +32,7 @@ def test_the_page_lists_every_wait() -> None:
 
 def test_every_listed_wait_happens() -> None:
     ran = [steps(made(ask), given(ask, 2), evaluates=True) for ask in ASKS]
+    ran.append(steps(made(MEASURED), given(MEASURED, 1), metrics=METRICS))
     ran.append(_of_pictures())
     assert {place for each in ran for rank in each.waits for met in rank for place in met} == set(ALLOWED)
 

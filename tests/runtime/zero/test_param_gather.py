@@ -87,6 +87,7 @@ def test_each_bucket_is_waited_for_where_it_is_read(late: list[int]) -> None:
     def body(c: Communicators) -> tuple[int, int]:
         trainer = test_trainer.build(c, layout)
         trainer.train_step(test_trainer.share(tiny.batch(4, 0), c))
+        trainer._buffers.gather_parameters()
         under_way = len(trainer._buffers._gathering)
         trainer._buffers.finish_gathers(["embed.weight"])
         left = len(trainer._buffers._gathering)

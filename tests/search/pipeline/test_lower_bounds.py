@@ -69,7 +69,7 @@ class Run:
         sends = (*self.sends, 0.0) if self.sends else (0.0,) * len(self.cuts)
         times = zip(self.forward_s, self.backward_s, weights, sends, (0.0, *sends), strict=False)
         chunks = [ChunkTimes(f, b, min(w, b), 0.0, 0.0, ahead, back) for f, b, w, ahead, back in times]
-        lists = step_lists(self.schedule, self.ranks, self.microbatches, self.virtual)
+        lists = step_lists(self.schedule, self.ranks, self.microbatches, self.virtual, Overlap.of(overlap).early)
         route = route_of(self.schedule, self.ranks, self.virtual)
         reductions = [sum(self.reductions[i : j + 1]) for i, j in self.cuts]
         stages = [StageTimes(route.of(chunks, rank), sum(route.of(reductions, rank))) for rank in range(self.ranks)]
