@@ -84,7 +84,7 @@ class _Attention(torch.autograd.Function):
         elements: Elements,
     ) -> Tensor:
         ctx.how = is_causal, scale, p, elements
-        out = _empty_result(q, v.shape[-1])
+        out = empty_result(q, v.shape[-1])
         sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for rows in _query_blocks(q, k):
             scores = _scores(q, k, mask, is_causal, scale, rows)
@@ -121,7 +121,7 @@ class _Attention(torch.autograd.Function):
         return to_q, to_k, to_v, to_mask, None, None, None, None
 
 
-def _empty_result(q: Tensor, width: int) -> Tensor:
+def empty_result(q: Tensor, width: int) -> Tensor:
     """Return an empty [..., heads, sq, width], stored with queries before heads so that joining heads is free."""
     if q.ndim < 3:
         return q.new_empty(*q.shape[:-1], width)
