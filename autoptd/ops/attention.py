@@ -41,14 +41,21 @@ def attention(
     samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
     enable_gqa: bool = False,
+    fast: bool = False,
 ) -> Tensor:
     """Scaled dot product attention, q [..., heads, sq, d], k and v [..., kv heads, sk, d], with keyed dropout.
 
-    Without dropout this is torch's kernel, whose own dropout depends on the rank's local element numbers. `samples` and
-    `parts` describe the scores [..., heads, sq, sk]; a slice of v's width is not one of the parts.
+    Without dropout this is torch's kernel, whose own dropout depends on the rank's local element numbers. `fast` takes
+    that one, from a seed of its own. `samples` and `parts` describe the scores [..., heads, sq, sk]; a slice of v's
+    width is not one of the parts.
     """
     if dropout_p == 0 or rng is None or not rng.active:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if fast:
+        with rng.seeded(key, samples, parts, q.device):
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     scores = (*q.shape[:-1], k.shape[-2])
     elements = rng.elements(scores, key, samples, parts, q.device)
     return attention_with_dropout(q, k, v, mask, is_causal, scale, dropout_p, elements)

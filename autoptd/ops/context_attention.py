@@ -16,12 +16,11 @@ values: O' += (e^(s-M') ∘ K) V, dV += (p ∘ K)ᵀ dO, and ds = p ∘ (K ∘ (
 in the whole [..., heads, s, s] and recomputed in backward.
 
 Where torch has a fused kernel, which stores no scores (`fused_attention.py`), one call computes the tile of a rank's
-keys. A tile has a result R and the log S of each row's sum of exponentials; those of all tiles so far are merged with it:
+keys, with a result R and the log S of each row's sum of exponentials, which are merged with those of the tiles so far:
 
     S' = log(e^S + e^S_tile)     R' = R e^(S-S') + R_tile e^(S_tile-S')
 
-With the S and R of whole rows, the kernel's backward pass gives a tile's part of the gradients. Other tiles are written
-out, as above, in pieces.
+With S and R of whole rows, the kernel's backward pass gives a tile's gradients. Other tiles are written out in pieces.
 
 dK and dV are passed along with the keys that they belong to, and one step further, to their owner. The next block is
 sent while a rank computes. Sums over tiles are in float32 at least, and so are products computed in pieces.
@@ -42,7 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoptd.ops import fused_attention as fused
-from autoptd.ops.attention import SCORES, empty_result, attention
+from autoptd.ops.attention import SCORES, attention, empty_result
 from autoptd.ops.cp_axis import Parts, RingMessage, Tokens, packed, unpacked
 from autoptd.ops.dropout import FIRST_DIM, DimSlice, DropoutKey, Elements, SamplePosition
 
@@ -97,6 +96,7 @@ def ulysses_attention(
     samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
     enable_gqa: bool = False,
+    fast: bool = False,
 ) -> Tensor:
     """Compute the result of `ring_attention` by exchanging tokens for heads; n divides heads and kv heads.
 
@@ -105,7 +105,7 @@ def ulysses_attention(
     q, k, v = (cp.all_to_all(x, (x.ndim - 2, 1), (x.ndim - 3, 1)) for x in (q, k, v))
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mask.tensor_split(cp.size, -3)[cp.rank]
-    out = attention(q, k, v, mask, dropout_p, is_causal, scale, key, rng, samples, parts, enable_gqa)
+    out = attention(q, k, v, mask, dropout_p, is_causal, scale, key, rng, samples, parts, enable_gqa, fast)
     return cp.all_to_all(out, (out.ndim - 3, 1), (out.ndim - 2, 1))
 
 

@@ -7,8 +7,8 @@ the whole row (Dao et al. 2022, FlashAttention, section 3.1 and appendix B.4). S
                 kernel for any type and mask
     efficient   the memory-efficient kernel of CUDA: a mask, float32, wider heads
 
-Heads are padded with zeros to a width that the kernel accepts, which changes no number. A mask is boolean: a number that
-is added to the scores may be so low that it swallows the log of a sum.
+Heads are padded with zeros to a width that the kernel accepts, which changes no number. A mask is boolean: a number
+that is added to the scores may be so low that it swallows the log of a sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 TileKernel = Literal["fused", "efficient", ""]
-_WIDEST, _GRAIN = 256, 8  # largest width of a head that CUDA's flash kernel accepts; what must divide widths and strides
+_WIDEST = 256  # largest width of a head that CUDA's flash kernel accepts
+_GRAIN = 8  # must divide widths of heads and strides of masks on CUDA
 _ROW_GRAIN = 32  # rows to which the memory-efficient kernel's backward pass wants the sums padded (kAlignLSE)
 _OLDEST = (8, 0)  # compute capability that the kernels require in bf16
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -31,7 +32,7 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 def tile_kernel(
     device: str, dtype: torch.dtype, width: int, value_width: int, mask: torch.dtype | None, dropped: bool
 ) -> TileKernel:
-    """Return the kernel of torch that computes such a tile on a kind of device, and its sums; empty if there is none."""
+    """Return torch's kernel that computes such a tile, and its sums, on a kind of device; empty if there is none."""
     if dropped or mask not in (None, torch.bool):
         return ""
     if device == "cpu":

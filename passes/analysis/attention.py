@@ -13,7 +13,7 @@ Kernels and bytes of unfused attention are counted once, by running the runtime'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autoptd.ops import library as ops
+from autoptd.passes.analysis.saved_tensors import ATTENTION
 from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.opcall import OpCall, TensorInfo
 
@@ -89,6 +90,15 @@ def form_of(call: OpCall, ring: bool = False) -> AttentionForm:
         shared=len(query.shape) > 2 and query.shape[-3] != key.shape[-3],
         ring=ring,
     )
+
+
+def without_dropout(call: OpCall) -> OpCall:
+    """Return a call of attention as if it dropped nothing, as the fused kernel that draws its own masks is priced."""
+    if call.target not in ATTENTION or not call.arg(4, "dropout_p", 0.0):
+        return call
+    if len(call.args) > 4:
+        return replace(call, args=(*call.args[:4], 0.0, *call.args[5:]))
+    return replace(call, kwargs={**call.kwargs, "dropout_p": 0.0})
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,10 @@ def test_cut_attention_is_attention(case: Case, ranks: int, way: str, zigzag: bo
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("mask", "ranks", "most"), [("", 8, 2**0.5), ("causal and padding", 4, 2**0.5), ("causal and padding, added", 4, 1.1)])
+@pytest.mark.parametrize(
+    ("mask", "ranks", "most"),
+    [("", 8, 2**0.5), ("causal and padding", 4, 2**0.5), ("causal and padding, added", 4, 1.1)],
+)
 def test_sums_are_in_float32(mask: str, ranks: int, most: float) -> None:
     """The result in bfloat16 is as accurate as torch's own, which sums in float32.
 
