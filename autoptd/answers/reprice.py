@@ -37,6 +37,7 @@ def sharding_query_of(plan: Plan, traced: TracedModel, cluster: Cluster | None =
         fp8=plan.method.fp8,
         permutation=plan.method.permutation,
         context=plan.method.context,
+        fast_dropout=plan.method.drops_fast(mesh.cp),
         policies=tuple(policy for policy in PARTIAL if policy in plan.partial),
         world=0 if is_even(cluster or plan.cluster, plan.mesh.tp, 1) else plan.world,
     )

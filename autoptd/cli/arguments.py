@@ -36,6 +36,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "attention": ("torch", "flash", "triton", "cudnn"),
     "context": ("ring", "ulysses"),
     "dispatch": ("rows", "slices", "merged"),
+    "dropout": ("exact", "fast"),
     "fp8": ("mxfp8", "tensor", "block"),
     "routing": ("balanced", "natural"),
     "loss": ("auto", "kept", "in_place"),

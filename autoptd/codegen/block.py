@@ -93,6 +93,7 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     foreign = [p for p in piece.parameters if p not in own]
     recomputed = recomputation_of(piece.segments, sharding, piece.policy, layout.regather)
     body = Body(sharding, Names(sizes=map(str, folded.traced.sizes)), first=piece.first, recomputation=recomputed)
+    body.fast_dropout = layout.fast_dropout
     if layout.loss_in_place:
         body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.regather)
     given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])

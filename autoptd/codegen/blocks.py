@@ -115,13 +115,16 @@ class BlockNames:
     # it if recomputed
     loss_in_place: bool = False  # see `loss` in `search/constraints/options.py`
     regather: bool = False  # see `gathers` there
+    fast_dropout: bool = False  # see `dropout` there
 
     def prefix_of(self, segment: int) -> str:
         """Return the dotted path of the instance that a segment belongs to."""
         return self.prefixes[max(i for i in self.prefixes if i <= segment)]
 
 
-def name_blocks(folded: Folded, loss_in_place: bool = False, regather: bool = False) -> BlockNames:
+def name_blocks(
+    folded: Folded, loss_in_place: bool = False, regather: bool = False, fast_dropout: bool = False
+) -> BlockNames:
     """Choose the names of blocks for all stages. Raises TraceError for parameters with names that emitted code uses."""
     axes = frozenset(folded.axes)
     _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
@@ -133,7 +136,7 @@ def name_blocks(folded: Folded, loss_in_place: bool = False, regather: bool = Fa
             name = _class_name(segments) + ("" if block.unit.count > 1 else _last_word(segments[0].name))
             classes[block.first] = _fresh_class(name, classes.values())
     _refuse_taken(owned.values(), _BLOCK_NAMES | axes)
-    return BlockNames(folded, owned, prefixes, classes, loss_in_place, regather)
+    return BlockNames(folded, owned, prefixes, classes, loss_in_place, regather, fast_dropout)
 
 
 def _refuse_taken(parameters: Iterable[str], taken: frozenset[str]) -> None:

@@ -31,7 +31,7 @@ from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Op, Strategy, local_args, local_shape
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.rules.table import IMPLEMENTATIONS
-from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS
+from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS, ring
 from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of, tensor_name
 
@@ -56,6 +56,7 @@ class Body:
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     recomputation: Recomputation = field(default_factory=Recomputation)  # recomputed and kept ops of these segments
     in_place: Mapping[str, bool] = field(default_factory=dict)  # losses in place; False: in a copy of the logits
+    fast_dropout: bool = False  # attention draws its masks by torch's kernel
     wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # placements read of each made tensor
 
     @property
@@ -228,6 +229,7 @@ class Body:
         options += [f"mask={args[3]}"] if args[3] is not None else []
         options += ["is_causal=True"] if len(args) > 5 and args[5] else []
         options += [f"{k}={value_text(v)}" for k, v in kwargs.items() if v not in (None, False)]
+        options += ["fast=True"] if self.fast_dropout and node.target is not ring else []
         options.append(self._random(node, strategy))
         return f"ops.{name}({args[0]}, {args[1]}, {args[2]}{cp}, {', '.join(options)})"
 

@@ -100,9 +100,10 @@ def emit_program(
     *,
     loss_in_place: bool = False,
     regather: bool = False,
+    fast_dropout: bool = False,
 ) -> Program:
     """Write the source of every distinct stage and block of a plan. `regather`: re-gather in backward."""
-    layout, title = name_blocks(folded, loss_in_place, regather), in_docstring(title)
+    layout, title = name_blocks(folded, loss_in_place, regather, fast_dropout), in_docstring(title)
     written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
     blocks: dict[str, str] = {}
     for stage in written:

@@ -96,7 +96,7 @@ def write_stage(
     is_last = last == len(folded.segments) - 1
     received = crossing(folded, first)
     sent = [] if is_last else crossing(folded, last + 1)
-    body = Body(sharding, names_of(folded))
+    body = Body(sharding, names_of(folded), fast_dropout=layout.fast_dropout)
     writer = _StageWriter(layout, sharding, pieces, body)
     preludes = _prelude(writer)
     given = {n: body.names.fresh("x") for n in received}

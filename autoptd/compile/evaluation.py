@@ -93,6 +93,7 @@ def _sharding(found: TracedModel, plan: Plan) -> Sharding:
         cp=mesh.cp,
         kernels=plan.method.kernels,
         context=plan.method.context if mesh.cp > 1 else "ring",
+        fast_dropout=plan.method.drops_fast(mesh.cp),
         pins=tuple(split.items()) if mesh.tp > 1 else (),
         whole=tuple(sorted(names - set(split))) if mesh.tp > 1 else (),
         experts=experts,

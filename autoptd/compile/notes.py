@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -134,14 +135,32 @@ def attention_notes(source: TracedModel, staged: Staged) -> list[str]:
     """Return notes on attention that runs in another kernel than flash, which the cost model assumes, and why."""
     device, ring = staged.chunks.cluster.device.kind, staged.candidate.cp > 1 and staged.method.context == "ring"
     found: Counter[tuple[str, str]] = Counter()
+    fast = 0
     for kind, segment in source.folded.representatives.items():
         for _, node in ops_of(segment):
             op = source.known.facts.ops[node]
             if op.work.kind == "attention":
-                form = form_of(op.call, ring)
-                found[form.kernel(device), form.why(device)] += source.folded.multiplicity(kind)
-    return [
+                form, times = form_of(op.call, ring), source.folded.multiplicity(kind)
+                fast += times * form.dropped
+                form = replace(form, dropped=form.dropped and not staged.method.drops_fast(staged.candidate.cp))
+                found[form.kernel(device), form.why(device)] += times
+    notes = [
         f"{_subject(count)} {_KERNELS[kernel]}: {why}" for (kernel, why), count in found.items() if kernel != "fused"
+    ]
+    return notes + _fast_dropout_notes(staged, fast)
+
+
+def _fast_dropout_notes(staged: Staged, count: int) -> list[str]:
+    """Return what `dropout` "fast" means for so many attentions that drop scores."""
+    if staged.method.dropout != "fast":
+        return []
+    if not count:
+        return ["dropout fast has no effect: no attention drops scores"]
+    if not staged.method.drops_fast(staged.candidate.cp):
+        return ["dropout fast has no effect: tiles of ring attention drop the same elements under every plan"]
+    return [
+        f"{_subject(count)} dropped by the kernel's own masks (dropout fast): they depend on the plan, so that another "
+        "plan trains with other ones, and verify has nothing to compare with"
     ]
 
 

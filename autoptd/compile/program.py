@@ -60,6 +60,7 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
         plan.model,
         loss_in_place=plan.method.loss == "in_place",
         regather=plan.method.gathers == "again" and plan.mesh.tp > 1,
+        fast_dropout=plan.method.dropout == "fast",
     )
     return replace(program, files={**program.files, "plan.json": plan.to_json()})
 

@@ -63,6 +63,7 @@ def choices(plan: PlanData) -> dict[str, str]:
         "optimizer state in host memory": offloaded(options),
         "sends": options.sends if mesh.tp > 1 and mesh.pp > 1 else NO_EFFECT,
         "context": options.context if mesh.cp > 1 else NO_EFFECT,
+        "attention dropout": options.dropout,
         "dispatch": options.dispatch if mesh.ep > 1 else NO_EFFECT,
         "fp8": options.fp8 or "none",
         "permutation": options.permutation or "by kernels",

@@ -64,7 +64,10 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
     )
     held = {i: policy for stage in plan.stages for i, policy in plan.policies(stage).items()}
     number = _number(plan, source)
-    blocks, workbook = [], Workbook(source.folded, plan.method.kernels)
+    blocks, workbook = (
+        [],
+        Workbook(source.folded, plan.method.kernels, fast_dropout=plan.method.drops_fast(plan.mesh.cp)),
+    )
     for segments in _blocks(source):
         policy = next((held[s.index] for s in segments if s.index in held), "none")
         blocks.append(_block(segments, sharding, workbook, policy, names, number, plan))

@@ -29,6 +29,8 @@ class ExecutionOptions:
     shards         data-parallel ranks that ZeRO shards state over; 0: all of them
     sends          P2P of tensors that every tp rank holds: "whole" by each rank, or as "slices" (scatter-gather P2P)
     context        attention over cp ranks: "ring" attention, or "ulysses" (all-to-all between heads and tokens)
+    dropout        masks of dropout in attention: "exact", keyed by element, equal under every plan; "fast", drawn by
+                   torch's fused kernel from a seed of the op, step, microbatch and part, which depend on the plan
     dispatch       rows sent to experts: all "rows" of a tp rank; "slices", of which each tp rank sends its own;
                    "merged", slices in which a token that several experts of a rank, or node, take is sent there once
     fp8            recipe of products with weights in fp8: "" (none), "mxfp8", "tensor" or "block" (size of the scaled
@@ -54,8 +56,13 @@ class ExecutionOptions:
     shards: Annotated[int, Field(ge=0, lt=2**63)] = 0
     sends: Literal["whole", "slices"] = "whole"
     context: Literal["ring", "ulysses"] = "ring"
+    dropout: Literal["exact", "fast"] = "exact"
     dispatch: Literal["rows", "slices", "merged"] = "rows"
     fp8: Literal["", "mxfp8", "tensor", "block"] = ""
     permutation: Literal["", "fused", "added", "weighted", "twice"] = ""
     routing: Literal["balanced", "natural"] = "balanced"
     sums: Literal["none", "held", "ahead"] = "none"
+
+    def drops_fast(self, cp: int) -> bool:
+        """Return whether attention over cp ranks draws masks by torch's kernel; tiles of a ring have exact ones."""
+        return self.dropout == "fast" and not (cp > 1 and self.context == "ring")

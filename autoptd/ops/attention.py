@@ -41,14 +41,21 @@ def attention(
     samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
     enable_gqa: bool = False,
+    fast: bool = False,
 ) -> Tensor:
     """Scaled dot product attention, q [..., heads, sq, d], k and v [..., kv heads, sk, d], with keyed dropout.
 
-    Without dropout this is torch's kernel, whose own dropout depends on the rank's local element numbers. `samples` and
-    `parts` describe the scores [..., heads, sq, sk]; a slice of v's width is not one of the parts.
+    Without dropout this is torch's kernel, whose own dropout depends on the rank's local element numbers. `fast` takes
+    that one, from a seed of its own. `samples` and `parts` describe the scores [..., heads, sq, sk]; a slice of v's
+    width is not one of the parts.
     """
     if dropout_p == 0 or rng is None or not rng.active:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if fast:
+        with rng.seeded(key, samples, parts, q.device):
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     scores = (*q.shape[:-1], k.shape[-2])
     elements = rng.elements(scores, key, samples, parts, q.device)
     return attention_with_dropout(q, k, v, mask, is_causal, scale, dropout_p, elements)
@@ -84,7 +91,7 @@ class _Attention(torch.autograd.Function):
         elements: Elements,
     ) -> Tensor:
         ctx.how = is_causal, scale, p, elements
-        out = _empty_result(q, v.shape[-1])
+        out = empty_result(q, v.shape[-1])
         sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for rows in _query_blocks(q, k):
             scores = _scores(q, k, mask, is_causal, scale, rows)
@@ -121,7 +128,7 @@ class _Attention(torch.autograd.Function):
         return to_q, to_k, to_v, to_mask, None, None, None, None
 
 
-def _empty_result(q: Tensor, width: int) -> Tensor:
+def empty_result(q: Tensor, width: int) -> Tensor:
     """Return an empty [..., heads, sq, width], stored with queries before heads so that joining heads is free."""
     if q.ndim < 3:
         return q.new_empty(*q.shape[:-1], width)

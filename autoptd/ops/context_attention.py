@@ -15,8 +15,12 @@ With dropout every score counts in its row's sum, dropped or not, and K = keep /
 values: O' += (e^(s-M') ∘ K) V, dV += (p ∘ K)ᵀ dO, and ds = p ∘ (K ∘ (dO Vᵀ) - D). K is keyed by the element's position
 in the whole [..., heads, s, s] and recomputed in backward.
 
-A tile without a mask and dropout is computed by torch's fused kernel, which stores no scores (`fused_attention.py`). In
-the sums above it counts as one key, whose score is the log of the tile's sum. Other tiles are computed in pieces.
+Where torch has a fused kernel, which stores no scores (`fused_attention.py`), one call computes the tile of a rank's
+keys, with a result R and the log S of each row's sum of exponentials, which are merged with those of the tiles so far:
+
+    S' = log(e^S + e^S_tile)     R' = R e^(S-S') + R_tile e^(S_tile-S')
+
+With S and R of whole rows, the kernel's backward pass gives a tile's gradients. Other tiles are written out in pieces.
 
 dK and dV are passed along with the keys that they belong to, and one step further, to their owner. The next block is
 sent while a rank computes. Sums over tiles are in float32 at least, and so are products computed in pieces.
@@ -37,8 +41,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoptd.ops import fused_attention as fused
-from autoptd.ops.attention import SCORES, attention
-from autoptd.ops.cp_axis import Tokens
+from autoptd.ops.attention import SCORES, attention, empty_result
+from autoptd.ops.cp_axis import Parts, RingMessage, Tokens, packed, unpacked
 from autoptd.ops.dropout import FIRST_DIM, DimSlice, DropoutKey, Elements, SamplePosition
 
 
@@ -70,7 +74,11 @@ def ring_attention(
     if dropout_p and rng is not None and rng.active:
         elements = rng.elements((*q.shape[:-1], k.shape[-2]), key, samples, parts, q.device)
         dropped = _Dropped(elements, dropout_p, cp)
-    result: Tensor = _Ring.apply(q, k, v, cp, mask, is_causal, scale, dropped)
+    result: Tensor
+    if fused.takes(q, v, mask, dropped is not None):
+        result = _FusedRing.apply(q, k, v, cp, mask, is_causal, scale)
+    else:
+        result = _WrittenRing.apply(q, k, v, cp, mask, is_causal, scale, dropped)
     return result
 
 
@@ -88,6 +96,7 @@ def ulysses_attention(
     samples: SamplePosition = FIRST_DIM,
     parts: Sequence[DimSlice] = (),
     enable_gqa: bool = False,
+    fast: bool = False,
 ) -> Tensor:
     """Compute the result of `ring_attention` by exchanging tokens for heads; n divides heads and kv heads.
 
@@ -96,12 +105,75 @@ def ulysses_attention(
     q, k, v = (cp.all_to_all(x, (x.ndim - 2, 1), (x.ndim - 3, 1)) for x in (q, k, v))
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mask.tensor_split(cp.size, -3)[cp.rank]
-    out = attention(q, k, v, mask, dropout_p, is_causal, scale, key, rng, samples, parts, enable_gqa)
+    out = attention(q, k, v, mask, dropout_p, is_causal, scale, key, rng, samples, parts, enable_gqa, fast)
     return cp.all_to_all(out, (out.ndim - 3, 1), (out.ndim - 2, 1))
 
 
-class _Ring(torch.autograd.Function):
-    """Ring attention. Saves its operands, its result, and two numbers per row for backward."""
+class _FusedRing(torch.autograd.Function):
+    """Ring attention by one fused kernel for the keys of each rank.
+
+    Saves its operands, its result, and one number per row for backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: Tokens, mask: Tensor | None, is_causal: bool, scale: float
+    ) -> Tensor:
+        out: Any = None
+        logs: Any = None
+        for owner, (keys, values) in _round(cp, k, v):
+            tile = _tile(cp, owner, q.shape[-2], is_causal)
+            if tile is None:
+                continue
+            part, sums = fused.forward(*tile.cut(q, keys, values), tile.columns(mask, cp), tile.on_diagonal, scale)
+            if out is None:  # own keys come first, and all queries have scores with them
+                out, logs = part.to(torch.promote_types(q.dtype, torch.float32)), sums
+                continue
+            rows, before = out[..., tile.query, :], logs[..., tile.query]
+            both = torch.logaddexp(before, sums)
+            rows.mul_(_ratio(before, both)).addcmul_(part, _ratio(sums, both))
+            before.copy_(both)
+        result = empty_result(q, v.shape[-1]).copy_(out)
+        logs.masked_fill_(logs == -math.inf, math.inf)  # weights in rows that see nothing are 0, in backward too
+        ctx.save_for_backward(q, k, v, result, logs)
+        ctx.how = cp, mask, is_causal, scale
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, logs = ctx.saved_tensors
+        cp, mask, is_causal, scale = ctx.how
+        d_q = torch.zeros_like(q, dtype=logs.dtype)
+        arriving: RingMessage | None = None
+        for owner, (keys, values) in _round(cp, k, v):
+            tile, found = _tile(cp, owner, q.shape[-2], is_causal), None
+            if tile is not None:
+                rows = grad[..., tile.query, :], out[..., tile.query, :], logs[..., tile.query]
+                found = fused.backward(
+                    *tile.cut(q, keys, values), *rows, tile.columns(mask, cp), tile.on_diagonal, scale
+                )
+            if arriving is None:
+                sums = packed(*(torch.zeros(x.shape, dtype=logs.dtype, device=x.device) for x in (k, v)))
+            else:
+                sums = arriving.wait()
+            if tile is not None and found is not None:
+                d_q[..., tile.query, :].add_(found[0])
+                for total, part in zip(unpacked(sums), found[1:], strict=True):
+                    total[..., tile.key, :].add_(part)
+            arriving = RingMessage(cp, sums)  # to the next rank with the keys; the last time to their owner
+        assert arriving is not None
+        d_k, d_v = unpacked(arriving.wait())
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None
+
+
+def _ratio(sums: Tensor, of: Tensor) -> Tensor:
+    """Return the share of sums in larger ones, both as logs, for each row of a result; 0 for rows without any."""
+    return (sums - _finite(of)).exp_().unsqueeze(-1)
+
+
+class _WrittenRing(torch.autograd.Function):
+    """Ring attention by plain products. Saves its operands, its result, and two numbers per row for backward."""
 
     @staticmethod
     def forward(
@@ -115,8 +187,7 @@ class _Ring(torch.autograd.Function):
         scale: float,
         dropped: _Dropped | None,
     ) -> Tensor:
-        kind = _Fused if fused.takes(q, v, mask is not None, dropped is not None) else _RingQueries
-        rows = kind(q, k, cp, mask, is_causal, scale, dropped)
+        rows = _RingQueries(q, k, cp, mask, is_causal, scale, dropped)
         highest = rows.like_q(1).fill_(-math.inf)
         total, out = rows.like_q(1).zero_(), rows.like_q(v.shape[-1]).zero_()
         for owner, (keys, values) in _round(cp, k, v):
@@ -129,8 +200,7 @@ class _Ring(torch.autograd.Function):
                 highest[..., query, :] = above
         unseen = total == 0
         highest, total = highest.masked_fill_(unseen, 0), total.masked_fill_(unseen, 1)
-        # stored with tokens before heads, as fused kernels do, so that joining the heads copies nothing
-        result = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])).transpose(-3, -2)
+        result = empty_result(q, v.shape[-1])
         rows.grouped_view(result).copy_(out.div_(total))
         ctx.save_for_backward(q, k, v, result, highest, total)
         ctx.rows, ctx.cp, rows.q = rows, cp, None
@@ -144,21 +214,21 @@ class _Ring(torch.autograd.Function):
         rows.q = rows.grouped(q)
         rows.begin_backward(grad, out, highest, total)
         d_q = rows.like_q(q.shape[-1]).zero_()
-        arriving: _RingMessage | None = None
+        arriving: RingMessage | None = None
         for owner, (keys, values) in _round(cp, k, v):
-            sums = _packed(*(torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (k, v)))
-            d_k, d_v = _unpacked(sums)
+            sums = packed(*(torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (k, v)))
+            d_k, d_v = unpacked(sums)
             for tile in rows.tiles(owner):
                 to_q, to_k, to_v = rows.gradients(tile, keys, values)
-                d_q[..., tile.query, :] += to_q
-                d_k[..., tile.key, :] += to_k
-                d_v[..., tile.key, :] += to_v
+                d_q[..., tile.query, :].add_(to_q)
+                d_k[..., tile.key, :].add_(to_k)
+                d_v[..., tile.key, :].add_(to_v)
             if arriving is not None:
                 for mine, theirs in zip(sums, arriving.wait(), strict=True):
                     mine += theirs
-            arriving = _RingMessage(cp, sums)  # to the next rank with the keys; the last time to their owner
+            arriving = RingMessage(cp, sums)  # to the next rank with the keys; the last time to their owner
         assert arriving is not None
-        d_k, d_v = _unpacked(arriving.wait())
+        d_k, d_v = unpacked(arriving.wait())
         rows.q = rows.given = None
         return rows.joined(d_q).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None, None
 
@@ -184,13 +254,45 @@ class _Dropped:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A block of scores: queries of this rank and keys of an owner."""
+    """A block of scores: queries of this rank and keys of an owner, who has `length` of them."""
 
     owner: int
+    length: int
     query: slice
-    key: slice  # of the owner's
-    column: int  # the first one in the mask
-    on_diagonal: bool
+    key: slice
+    on_diagonal: bool  # under a causal mask; else each query sees all keys
+
+    def cut(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tile's queries, keys and values."""
+        return q[..., self.query, :], keys[..., self.key, :], values[..., self.key, :]
+
+    def columns(self, mask: Tensor | None, cp: Tokens) -> Tensor | None:
+        """Return the tile's part of a mask [..., own queries or 1, all keys or 1]."""
+        if mask is None:
+            return None
+        rows = mask if mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., self.query, :]
+        if rows.shape[-1] == 1:
+            return rows
+        chunks = cp.chunks(self.owner)
+        width = self.length // len(chunks)
+        return torch.cat([rows[..., i * width : (i + 1) * width] for i in chunks], -1)[..., self.key]
+
+
+def _tile(cp: Tokens, owner: int, length: int, is_causal: bool) -> _Tile | None:
+    """Return the scores of this rank's queries with the keys of an owner, without those that a causal mask hides.
+
+    Chunks of two ranks alternate or follow each other, so these are a rectangle: a query sees all keys of other ranks'
+    earlier chunks.
+    """
+    mine, theirs = cp.chunks(cp.rank), cp.chunks(owner)
+    width, first, last = length // len(mine), 0, len(theirs)
+    if is_causal and owner != cp.rank:
+        first = sum(chunk < theirs[0] for chunk in mine)
+        last = sum(chunk < mine[-1] for chunk in theirs)
+    if not last:
+        return None
+    on_diagonal = is_causal and owner == cp.rank
+    return _Tile(owner, length, slice(first * width, length), slice(0, last * width), on_diagonal)
 
 
 class _RingQueries:
@@ -235,24 +337,17 @@ class _RingQueries:
         return x[..., rows, :].to(self.dtype).unsqueeze(-3)
 
     def tiles(self, owner: int) -> Iterator[_Tile]:
-        """Yield the tiles of this rank's queries with the keys of an owner."""
-        mine, theirs = self.cp.chunks(self.cp.rank), self.cp.chunks(owner)
-        width = self.length // len(theirs)
-        for j, there in enumerate(theirs):
-            key, column = slice(j * width, (j + 1) * width), there * width
-            if not self.is_causal:
-                for query in self._pieces(0, self.q.shape[-2], width):
-                    yield _Tile(owner, query, key, column, False)
-                continue
-            for i, here in enumerate(mine):
-                if here >= there:
-                    for query in self._pieces(i * width, (i + 1) * width, width):
-                        yield _Tile(owner, query, key, column, here == there)
-
-    def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
-        """Split a range of queries into pieces of at most `SCORES` scores."""
-        most = max(1, SCORES // max(1, columns * math.prod(self.q.shape[:-2])))
-        return (slice(at, min(at + most, last)) for at in range(first, last, most))
+        """Yield the tiles with the keys of an owner, in pieces of at most `SCORES` scores."""
+        whole = _tile(self.cp, owner, self.length, self.is_causal)
+        if whole is None:
+            return
+        first, last = whole.query.start, whole.query.stop
+        most = max(1, SCORES // max(1, self.length * math.prod(self.q.shape[:-2])))
+        if whole.on_diagonal:
+            most = min(most, max(1, -(-last // 2)))  # so that the first half skips the keys of the second
+        for at in range(first, last, most):
+            query = slice(at, min(at + most, last))
+            yield replace(whole, query=query, key=slice(0, query.stop) if whole.on_diagonal else whole.key)
 
     def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows' largest score so far, and relative to it the tile's sums of exponentials and of values."""
@@ -288,84 +383,18 @@ class _RingQueries:
         query = tile.query
         scores: Tensor = self.q[..., query, :] @ self.shared(keys, tile.key).transpose(-2, -1) * self.scale
         if tile.on_diagonal:
-            width = scores.shape[-1]
-            seen = torch.ones(width, width, dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~seen[query.start % width :][: scores.shape[-2]], -math.inf)
-        if self.mask is not None:
-            mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., query, :]
-            mask = mask if mask.shape[-1] == 1 else mask[..., tile.column : tile.column + scores.shape[-1]]
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(query.start)
+            scores = scores.masked_fill(~seen, -math.inf)
+        if (mask := tile.columns(self.mask, self.cp)) is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
         return scores
 
 
-class _Fused(_RingQueries):
-    """Tiles computed by a fused kernel that stores no scores: whole chunks, ungrouped heads, the operands' type."""
-
-    def grouped(self, x: Tensor) -> Tensor:
-        return x
-
-    grouped_view = joined = grouped
-
-    def _pieces(self, first: int, last: int, columns: int) -> Iterator[slice]:
-        yield slice(first, last)
-
-    def folded(self, tile: _Tile, keys: Tensor, values: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Treat a tile as one key: its score is the log of its sum, its value the tile's result."""
-        out, sums = fused.forward(
-            self.q[..., tile.query, :], keys[..., tile.key, :], values[..., tile.key, :], tile.on_diagonal, self.scale
-        )
-        above = torch.maximum(highest, sums.unsqueeze(-1))
-        weight = (sums.unsqueeze(-1) - above).exp_()
-        return above, weight, out * weight
-
-    def begin_backward(self, grad: Tensor, out: Tensor, highest: Tensor, total: Tensor) -> None:
-        self.given = grad, out, (highest + total.log()).squeeze(-1)
-
-    def gradients(self, tile: _Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grad, out, sums = self.given
-        return fused.backward(
-            grad[..., tile.query, :],
-            self.q[..., tile.query, :],
-            keys[..., tile.key, :],
-            values[..., tile.key, :],
-            out[..., tile.query, :],
-            sums[..., tile.query].contiguous(),
-            tile.on_diagonal,
-            self.scale,
-        )
-
-
-Parts = tuple[Tensor, ...]
-
-
-def _packed(k: Tensor, v: Tensor) -> Parts:
-    """Stack keys and values into one message if their shapes and types agree."""
-    alike = k.shape == v.shape and k.dtype == v.dtype
-    return (torch.stack((k, v)),) if alike else (k.contiguous(), v.contiguous())
-
-
-def _unpacked(parts: Parts) -> Parts:
-    return parts if len(parts) == 2 else parts[0].unbind()
-
-
-class _RingMessage:
-    """A message in transfer to the next rank, and the one that arrives from the previous rank."""
-
-    def __init__(self, cp: Tokens, parts: Parts) -> None:
-        self.coming = tuple(torch.empty_like(x) for x in parts)
-        self.handles = [cp.group.shift_later(out, x) for out, x in zip(self.coming, parts, strict=True)]
-
-    def wait(self) -> Parts:
-        for handle in self.handles:
-            handle.wait()
-        return self.coming
-
-
 def _round(cp: Tokens, k: Tensor, v: Tensor) -> Iterator[tuple[int, Parts]]:
     """Yield (owner, its keys and values) of every rank, own first; the next ones are sent while these are used."""
-    here = _packed(k, v)
+    here = packed(k, v)
     for step in range(cp.size):
-        coming = _RingMessage(cp, here) if step < cp.size - 1 else None
-        yield (cp.rank - step) % cp.size, _unpacked(here)
+        coming = RingMessage(cp, here) if step < cp.size - 1 else None
+        yield (cp.rank - step) % cp.size, unpacked(here)
         if coming is not None:
             here = coming.wait()

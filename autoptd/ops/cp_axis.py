@@ -86,3 +86,29 @@ class Tokens(Axis):
         length, count = x.shape[dim], 2 * self.size
         assert length % count == 0, f"dim {dim} of {list(x.shape)} does not divide by {count} chunks"
         return length // count
+
+
+Parts = tuple[Tensor, ...]
+
+
+def packed(k: Tensor, v: Tensor) -> Parts:
+    """Stack keys and values into one message if their shapes and types agree."""
+    alike = k.shape == v.shape and k.dtype == v.dtype
+    return (torch.stack((k, v)),) if alike else (k.contiguous(), v.contiguous())
+
+
+def unpacked(parts: Parts) -> Parts:
+    return parts if len(parts) == 2 else parts[0].unbind()
+
+
+class RingMessage:
+    """A message in transfer to the next rank, and the one that arrives from the previous rank."""
+
+    def __init__(self, cp: Tokens, parts: Parts) -> None:
+        self.coming = tuple(torch.empty_like(x) for x in parts)
+        self.handles = [cp.group.shift_later(out, x) for out, x in zip(self.coming, parts, strict=True)]
+
+    def wait(self) -> Parts:
+        for handle in self.handles:
+            handle.wait()
+        return self.coming

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 
 _ELEMENTS_AT_ONCE = {"cpu": 1 << 16}  # mixed by one op, so that temporaries fit into a core's cache
 _ELEMENTS_AT_ONCE_ELSEWHERE = 1 << 25
+_SEEDING = Lock()  # for ranks that are threads, which share torch's generators
 
 
 class DimSlice(Protocol):
@@ -63,7 +66,7 @@ class DropoutKey:
 
     The trainer sets `step` and `share`, the first sample of this dp rank's share of the batch; the executor sets
     `sample`, the first one of the microbatch within the share. `share` may be a 0-dim tensor, so that the host need not
-    wait for it. `device`: where tensors of random numbers are made.
+    wait for it. `rank`: among the dp ranks. `device`: where tensors of random numbers are made.
     """
 
     seed: int = 0
@@ -72,6 +75,7 @@ class DropoutKey:
     sample: int = 0
     active: bool = True
     device: torch.device | None = None
+    rank: int = 0
 
     def word(self, key: str) -> int:
         """Return 64 bits, as a signed integer, for one op of one step."""
@@ -83,6 +87,25 @@ class DropoutKey:
     ) -> Elements:
         """Return the elements of a local tensor in the current microbatch."""
         return Elements(self.word(key), self.share + self.sample, tuple(shape), samples, tuple(parts), device)
+
+    @contextmanager
+    def seeded(
+        self, key: str, samples: SamplePosition, parts: Sequence[DimSlice], device: torch.device
+    ) -> Iterator[None]:
+        """Seed torch's generator of a device for one op, whose numbers then depend on the plan.
+
+        Ops, steps, dp ranks, microbatches and parts of a tensor have seeds of their own; ranks that hold the same part
+        have the same, and so has a recomputed op.
+        """
+        which = "" if samples is None else f"/{self.rank}.{self.sample}"
+        generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+        with _SEEDING:
+            state = generator.get_state()
+            generator.manual_seed(self.word(f"{key}{which}/{list(parts)}"))
+            try:
+                yield
+            finally:
+                generator.set_state(state)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from autoptd.errors import InputsError
 from autoptd.ops.attention import SCORES, attention
 from autoptd.ops.context_attention import ring_attention, ulysses_attention
 from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
-from autoptd.ops.fused_attention import is_fused
+from autoptd.ops.fused_attention import tile_kernel
 from autoptd.ops.group import SingleRankGroup
 from autoptd.ops.random import DRAWS, dropout_mask, exponential, integers, normal, uniform
 from autoptd.ops.tp_axis import Axis
@@ -40,9 +40,9 @@ __all__ = [
     "dropout_mask",
     "exponential",
     "integers",
-    "is_fused",
     "normal",
     "ring_attention",
+    "tile_kernel",
     "ulysses_attention",
     "uniform",
 ]

@@ -73,7 +73,7 @@ class Trainer:
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64 on the host
         self._dropout = self.stages[0].dropout or DropoutKey()
-        self._dropout.device = communicators.device
+        self._dropout.device, self._dropout.rank = communicators.device, communicators.dp.rank
         check_names(self.stages, layout, communicators)
         tied = tied_groups(layout, communicators)
         self._loaded = not any(p.is_meta for stage in self.stages for p in stage.parameters())

@@ -75,6 +75,12 @@ def verify_plan(plan: Plan, model: nn.Module, *, progress: Progress | None = Non
             where="loss_averaging",
             fix="verify a plan of the same mesh with the loss of whole batches (--loss-averaging global)",
         )
+    if plan.method.dropout == "fast":
+        raise CannotVerify(
+            "attention's kernel draws its own dropout masks in this plan, which no single process draws alike",
+            where="dropout",
+            fix="verify a plan of the same mesh with exact masks (--fix dropout=exact)",
+        )
     subject = subject_of(plan, model, progress=progress, **options)
     found = judge(make_trial(subject, progress=progress), plan, progress)
     if not found.agrees:

@@ -1,10 +1,11 @@
 """The kernel that runs an attention on a device, and its memory traffic.
 
     fused       torch's flash kernel (Dao 2023, FlashAttention-2): half precision, no mask; on a CPU, the CPU's fused
-                kernel for any form. Ring attention runs it tile by tile
-    efficient   torch's memory-efficient kernel: a mask, float32, wide heads, values narrower than keys
+                kernel for any form. Ring attention runs it once for the keys of each rank, and pads narrow values
+    efficient   torch's memory-efficient kernel: a mask, float32, wide heads, values narrower than keys. In a ring, a
+                mask must be boolean (`ops/fused_attention.py`)
     written     unfused ops of the runtime, on chunks of the scores: dropout in attention, whose mask depends on the
-                element alone (`ops/attention.py`); ring tiles with a mask, dropout or full precision
+                element alone (`ops/attention.py`); ring tiles with a mask that is added, or in float64
                 (`ops/context_attention.py`)
 
 Kernels and bytes of unfused attention are counted once, by running the runtime's own functions on meta tensors.
@@ -12,7 +13,7 @@ Kernels and bytes of unfused attention are counted once, by running the runtime'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autoptd.ops import library as ops
+from autoptd.passes.analysis.saved_tensors import ATTENTION
 from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.opcall import OpCall, TensorInfo
 
@@ -31,6 +33,8 @@ _PRODUCTS = (
     torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
 )
 _UNLAUNCHED = ("empty", "empty_like", "new_empty")
 
@@ -50,10 +54,10 @@ class AttentionForm:
 
     def kernel(self, device: str) -> Kernel:
         """Return the kernel on a device, "cuda" or "cpu"."""
-        tile = ops.is_fused(device, self.dtype, self.width, self.value_width, self.mask is not None, self.dropped)
-        if self.dropped or (self.ring and not tile):
-            return "written"
-        return "fused" if tile or device == "cpu" else "efficient"
+        tile = ops.tile_kernel(device, self.dtype, self.width, self.value_width, self.mask, self.dropped)
+        if self.dropped or self.ring:
+            return tile or "written"
+        return "fused" if device == "cpu" or (tile == "fused" and self.width == self.value_width) else "efficient"
 
     def why(self, device: str) -> str:
         """Return the reason why the flash kernel cannot run it, and the way out; empty if it can."""
@@ -62,6 +66,8 @@ class AttentionForm:
             return ""
         if self.dropped:
             return "no fused kernel drops the same elements under every plan; remove dropout in attention to use one"
+        if kernel == "written" and self.mask not in (None, torch.bool):
+            return "its mask is added to the scores; in a ring, fused kernels support boolean ones only"
         if self.mask is not None:
             return "it has a mask; the flash kernel supports only is_causal=True"
         if self.dtype not in (torch.bfloat16, torch.float16):
@@ -86,6 +92,15 @@ def form_of(call: OpCall, ring: bool = False) -> AttentionForm:
     )
 
 
+def without_dropout(call: OpCall) -> OpCall:
+    """Return a call of attention as if it dropped nothing, as the fused kernel that draws its own masks is priced."""
+    if call.target not in ATTENTION or not call.arg(4, "dropout_p", 0.0):
+        return call
+    if len(call.args) > 4:
+        return replace(call, args=(*call.args[:4], 0.0, *call.args[5:]))
+    return replace(call, kwargs={**call.kwargs, "dropout_p": 0.0})
+
+
 @dataclass(frozen=True)
 class Pass:
     """Kernel launches and memory traffic of one pass over a chunk of scores, or over a ring tile.
@@ -105,8 +120,8 @@ def passes_of(form: AttentionForm) -> tuple[Pass, Pass]:
     """Return (forward, backward) of unfused or ring attention."""
     q = _meta(_HEADS, form.dtype)
     k, v = (_meta(_HEADS // 2 if form.shared else _HEADS, form.dtype) for _ in range(2))
-    mask = None if form.mask is None else torch.empty(1, 1, _ROWS, _ROWS, dtype=form.mask, device="meta")
-    chunks = 2 if form.ring else 1  # a tile with each rank's keys
+    chunks = _SilentRing.size if form.ring else 1  # a tile with each rank's keys
+    mask = None if form.mask is None else torch.empty(1, 1, _ROWS, chunks * _ROWS, dtype=form.mask, device="meta")
     unit = _SCORES if form.kernel("cuda") == "written" else q.numel()
     with _Tally(unit) as forward:
         out = _run(form, q, k, v, mask)
@@ -125,7 +140,7 @@ def _run(form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
     p = 0.1 if form.dropped else 0.0
     if form.ring:
         ring: Any = _SilentRing()
-        return ops.ring_attention(q, k, v, ring, mask, p, form.causal, **options)
+        return ops.ring_attention(q, k, v, ring, mask, p, **options)  # of the keys of most ranks, no score is hidden
     return ops.attention(q, k, v, mask, p, form.causal, **options)
 
 
@@ -161,12 +176,12 @@ class _Tally(StorageWatch):
 
 
 class _SilentRing:
-    """A stand-in for a cp axis of two ranks that sends nothing: one tile with own keys, one with the other rank's."""
+    """A stand-in for one of four ranks of a cp axis, which sends nothing."""
 
-    size, rank, dim = 2, 0, -1
+    size, rank, dim = 4, 0, -1
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        return (0,)
+        return (rank,)
 
     def part_of(self, rank: int, dim: int) -> _SilentRing:
         return self

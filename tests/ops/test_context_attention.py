@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoptd.errors import RuntimeFault
@@ -56,6 +55,9 @@ def made(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
             mask: Tensor | None = padding
         case "causal and padding":
             mask = torch.ones(s, s, dtype=torch.bool).tril() & padding
+        case "causal and padding, added":
+            seen = torch.ones(s, s, dtype=torch.bool).tril() & padding
+            mask = torch.zeros(seen.shape, dtype=case.dtype).masked_fill(~seen, -torch.inf)
         case "none seen":
             mask = (torch.arange(s)[:, None] > 3) & padding
         case "bias per head":
@@ -133,7 +135,10 @@ def test_cut_attention_is_attention(case: Case, ranks: int, way: str, zigzag: bo
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("mask", "ranks", "most"), [("", 8, 2**0.5), ("causal and padding", 4, 1.1)])
+@pytest.mark.parametrize(
+    ("mask", "ranks", "most"),
+    [("", 8, 2**0.5), ("causal and padding", 4, 2**0.5), ("causal and padding, added", 4, 1.1)],
+)
 def test_sums_are_in_float32(mask: str, ranks: int, most: float) -> None:
     """The result in bfloat16 is as accurate as torch's own, which sums in float32.
 
@@ -146,17 +151,33 @@ def test_sums_are_in_float32(mask: str, ranks: int, most: float) -> None:
         assert (mine.double() - truth).norm() <= most * (torchs.double() - truth).norm()
 
 
-def test_fused_tiles_are_asked_for_as_the_kernels_of_a_gpu_want_it() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width", "value_width", "masked", "kernel"),
+    [
+        (torch.bfloat16, 32, 32, False, "fused"),
+        (torch.bfloat16, 36, 24, False, "fused"),
+        (torch.float16, 32, 32, True, "efficient"),
+        (torch.float32, 30, 20, True, "efficient"),
+        (torch.bfloat16, 512, 512, False, "efficient"),
+    ],
+)
+def test_fused_tiles_are_asked_for_as_the_kernels_of_a_gpu_want_it(
+    dtype: torch.dtype, width: int, value_width: int, masked: bool, kernel: str
+) -> None:
     """Shapes and types alone are checked: no GPU computes."""
-    with FakeTensorMode():
-        q, k = (torch.empty(2, heads, 64, 32, dtype=torch.bfloat16, device="cuda") for heads in (8, 2))
-        out, sums = fused.forward(q, k, k, True, 0.3)
-        gradients = fused.backward(out, q, k, k, out, sums, True, 0.3)
-    assert out.shape == q.shape and (sums.shape, sums.dtype) == ((2, 8, 64), torch.float32)
-    assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+    kind = fused.tile_kernel("cuda", dtype, width, value_width, torch.bool if masked else None, False)
+    assert kind == kernel
+    with torch.device("meta"):
+        q, k = (torch.empty(2, heads, 72, width, dtype=dtype) for heads in (8, 2))
+        v = torch.empty(2, 2, 72, value_width, dtype=dtype)
+        mask = torch.ones(2, 1, 72, 72, dtype=torch.bool) if masked else None
+    out, sums = fused.forward(q, k, v, mask, not masked, 0.3)
+    gradients = fused.backward(q, k, v, out, out, sums, mask, not masked, 0.3)
+    assert out.shape == (2, 8, 72, value_width) and (sums.shape, sums.dtype) == ((2, 8, 72), torch.float32)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("name", ["causal and padding", "causal, dropout"])
+@pytest.mark.parametrize("name", ["bias per head", "causal, dropout"])
 def test_long_rows_go_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     monkeypatch.setattr("autoptd.ops.context_attention.SCORES", 2 * 4 * 6 * 5)

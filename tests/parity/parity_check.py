@@ -61,6 +61,7 @@ class Variant:
     sends: str = "whole"
     shards: int = 0  # dp ranks that share one copy; 0: all
     context: str = "ring"  # attention over cp ranks
+    dropout: str = "exact"  # masks of attention
     loss: str = "auto"
     gathers: str = "kept"
     offload: float = 0.0  # share of the optimizer state in host memory
@@ -96,6 +97,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "pp": mesh.pp,
         "cp": mesh.cp,
         "context": variant.context,
+        "dropout": variant.dropout,
         "zero": variant.zero,
         "recompute": variant.recompute,
         "micro": variant.micro,

@@ -13,6 +13,7 @@ from torch import Tensor
 from autoptd.api import Parallel
 from autoptd.errors import AutoptdError, InputsError, PlanError
 from autoptd.layout.mesh import Mesh
+from autoptd.ops import fused_attention
 from autoptd.runtime.comm import interfaces as comm
 from autoptd.runtime.comm import threaded as lockstep
 from autoptd.runtime.comm.interfaces import Communicators
@@ -173,41 +174,66 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
             marks=pytest.mark.fault("keys of another rank"),
         ),  # keys of another rank
         pytest.param(
-            r"\(highest\[\.\.\., query, :\] - _finite\(above\)\)\.exp_\(\)",
-            "torch.ones_like(above)",
-            "loss",
-            marks=pytest.mark.fault("sums of other maxima"),
-        ),  # sums of other maxima
+            r"_ratio\(before, both\)", "1", "loss", marks=pytest.mark.fault("sums of other maxima")
+        ),  # results of other sums
+        pytest.param(r"before\.copy_\(both\)", "pass", "loss", marks=pytest.mark.fault("sums of other maxima")),
         pytest.param(
-            r"total\[\.\.\., query, :\] \* decay",
-            "total[..., query, :]",
-            "loss",
-            marks=pytest.mark.fault("sums of other maxima"),
-        ),
-        pytest.param(
-            r"tile\.on_diagonal, self\.scale",
-            "False, self.scale",
+            r"tile\.on_diagonal, scale",
+            "False, scale",
             "loss",
             marks=pytest.mark.fault("mask off the diagonal"),
         ),
         pytest.param(
-            r"here >= there", "here > there", "loss", marks=pytest.mark.fault("mask off the diagonal")
-        ),  # the diagonal block
-        pytest.param(r"here >= there", "here >= there - 1", "loss", marks=pytest.mark.fault("mask off the diagonal")),
+            r"chunk < mine\[-1\]", "True", "loss", marks=pytest.mark.fault("mask off the diagonal")
+        ),  # keys of later chunks
+        pytest.param(r"chunk < theirs\[0\]", "False", "loss", marks=pytest.mark.fault("mask off the diagonal")),
         pytest.param(
-            r"_unpacked\(arriving\.wait\(\)\)",
-            "_unpacked(sums)",
+            r"unpacked\(arriving\.wait\(\)\)",
+            "unpacked(sums)",
             "gradient",
             marks=pytest.mark.fault("gradients of keys stay"),
         ),  # the last gradients of keys are not returned
-        pytest.param(r"mine \+= theirs", "pass", "gradient", marks=pytest.mark.fault("gradients of keys stay")),
-        (r" \+ total\.log\(\)", "", "gradient"),
+        pytest.param(
+            r"sums = arriving\.wait\(\)",
+            "sums = tuple(x * 0 for x in arriving.wait())",
+            "gradient",
+            marks=pytest.mark.fault("gradients of keys stay"),
+        ),
     ],
 )
 def test_an_edited_ring_is_seen(monkeypatch: pytest.MonkeyPatch, pattern: str, by: str, sees: str) -> None:
     spoil_ring(monkeypatch, pattern, by)
     mesh = Mesh(cp=2) if "on_diagonal" in pattern else RING  # chunks of more than one token
     assert any(complaint.startswith(sees) for complaint in verdict("nanogpt", sound("nanogpt", mesh)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by", "sees"),
+    [
+        pytest.param(
+            r"\(highest\[\.\.\., query, :\] - _finite\(above\)\)\.exp_\(\)",
+            "torch.ones_like(above)",
+            "loss",
+            marks=pytest.mark.fault("sums of other maxima"),
+        ),
+        pytest.param(
+            r"total\[\.\.\., query, :\] \* decay",
+            "total[..., query, :]",
+            "loss",
+            marks=pytest.mark.fault("sums of other maxima"),
+        ),
+        pytest.param(r"mine \+= theirs", "pass", "gradient", marks=pytest.mark.fault("gradients of keys stay")),
+        pytest.param(r"tril\(query\.start\)", "tril()", "loss", marks=pytest.mark.fault("mask off the diagonal")),
+    ],
+)
+def test_an_edited_ring_without_fused_kernels_is_seen(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, by: str, sees: str
+) -> None:
+    monkeypatch.setattr(fused_attention, "takes", lambda *args: False)
+    made = sound("nanogpt", Mesh(cp=2))
+    assert not verdict("nanogpt", made)
+    spoil_ring(monkeypatch, pattern, by)
+    assert any(complaint.startswith(sees) for complaint in verdict("nanogpt", made))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "context": ("ring", "ulysses"),
     "cut_solver": ("dynamic", "ilp"),
     "dispatch": ("rows", "slices", "merged"),
+    "dropout": ("exact", "fast"),
     "fp8": ("mxfp8", "tensor", "block"),
     "gathers": ("kept", "again"),
     "gradients": GRADIENTS,
@@ -122,6 +123,12 @@ class Constraints:
 
     def on(self, device: str) -> Constraints:
         """Return these constraints for a type of device, "cuda" or "cpu": on a GPU, kernels are compiled by default."""
+        if device == "cpu" and self.method.dropout == "fast":
+            raise PlanError(
+                "torch has no fused kernel for a CPU that drops scores",
+                where="fix['dropout']",
+                fix="leave it out: masks keyed by element are quicker there than torch's unfused attention",
+            )
         splits_backward = row_of(self.method.schedule).splits_backward
         if device != "cuda" or "kernels" in self.fixed or splits_backward:
             return self

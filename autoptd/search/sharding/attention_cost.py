@@ -1,12 +1,12 @@
 """Kernels of an attention op on one rank, by implementation (`passes/analysis/attention.py`).
 
-    fused       one kernel; in a ring one per tile, and kernels that merge the tiles
+    fused       one kernel; in a ring one for the keys of each rank, and kernels that merge their results
     efficient   one kernel, at the rates of FlashAttention's first version: xFormers' kernel, which torch's is, runs
                 about as fast (Dao 2023, FlashAttention-2, figures 4 to 6, quoted from memory)
     written     unfused: products with the scores as result or operand, and softmax and mask through memory
 
-Under a causal mask a fused kernel skips masked scores. Unfused attention does not, but a ring skips whole tiles: of the
-2 cp × 2 cp tiles of a sequence a rank has 4 cp, of which it computes 2 cp + 1.
+Under a causal mask a fused kernel skips masked scores. Unfused attention does not, but a ring skips whole chunks: of
+the 2 cp × 2 cp blocks of a sequence's scores a rank has 4 cp, of which it computes 2 cp + 1.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ def attention_works(
 ) -> Iterator[OpWork]:
     """Yield the kernels of one pass. `nbytes`: operands, results and their gradients, each moved once.
 
-    `implementation`: of fused kernels, as fixed in the plan's options; empty: by default. `by_hand`: a ring has one
-    kernel for the keys of each rank, and one that merges its result into a tensor (Transformer Engine's context
-    parallelism, quoted from memory), rather than one for each pair of halves and torch's ops.
+    `implementation`: of fused kernels, as fixed in the plan's options; empty: by default. `by_hand`: one kernel merges
+    a result into a tensor of the ring (Transformer Engine's context parallelism, quoted from memory), not torch's ops.
     """
     kernel = form.kernel(device.kind)
-    tiles, rows, share = _tiles(form, shape, by_hand and kernel != "written")
+    tiles, rows, share = _tiles(form, shape)
     if form.ring and implementation == TORCH:  # the runtime's ring calls FlashAttention itself
         implementation = "flash"
     if kernel == "written":
@@ -77,7 +76,7 @@ def attention_works(
         backward,
         launches=tiles,
         implementation="triton" if first_version else implementation,
-        rows=0 if tiles == 1 else -(-shape.queries // 2) if form.causal else shape.queries,  # by hand, all or half
+        rows=0 if tiles == 1 else -(-shape.queries // 2) if form.causal else shape.queries,  # all or half
     )
     if tiles > 1:
         one = passes_of(form)[backward]
@@ -87,16 +86,17 @@ def attention_works(
         yield OpWork("memory", 0, added, "fp32", launches=tiles * launches * times, part=_PART)
 
 
-def _tiles(form: AttentionForm, shape: Shape, by_hand: bool = False) -> tuple[int, int, float]:
-    """Return (tiles of a rank, average queries of a tile, share of all scores that the tiles cover)."""
+def _tiles(form: AttentionForm, shape: Shape) -> tuple[int, int, float]:
+    """Return (tiles of a rank, average queries of a tile, share of all scores that the tiles cover).
+
+    Under a causal mask a rank has tiles of all its queries with its own keys and the first half of earlier ranks', and
+    of the second half of its queries with all keys of later ranks. Unfused, its own are in halves.
+    """
     if not form.ring:
         return 1, shape.queries, 1.0
     if not form.causal:
         return shape.cp, shape.queries, 1.0
-    share = (2 * shape.cp + 1) / (4 * shape.cp)
-    if by_hand:  # one for each rank's keys: of its own all queries, of earlier ranks too, of later ones the second half
-        return shape.cp, round(shape.queries * (3 * shape.cp + 1) / (4 * shape.cp)), share
-    return 2 * shape.cp + 1, -(-shape.queries // 2), share
+    return shape.cp, round(shape.queries * (3 * shape.cp + 1) / (4 * shape.cp)), (2 * shape.cp + 1) / (4 * shape.cp)
 
 
 def _written(

@@ -51,6 +51,7 @@ class ShardingQuery:
     fp8: str = ""
     permutation: str = ""
     context: str = "ring"  # used if cp is more than 1
+    fast_dropout: bool = False  # attention drops by its own kernel
     pins: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()  # parameters that tp does not split
     experts: ExpertsOnTp = "any"
@@ -77,7 +78,7 @@ class ShardingCache:
     def __init__(self, folded: Folded) -> None:
         self.folded = folded
         self.facts = GraphFacts(folded)
-        self._workbooks: dict[tuple[str, ...], Workbook] = {}
+        self._workbooks: dict[tuple[str | bool, ...], Workbook] = {}
         self._legal: dict[tuple[int, Values, bool, ExpertsOnTp], Legal] = {}
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
@@ -90,10 +91,12 @@ class ShardingCache:
         assert facts.ops is not None and facts.offers is not None and facts.weights is not None
         return self
 
-    def workbook(self, kernels: str, attention: str, fp8: str = "", permutation: str = "") -> Workbook:
-        key = kernels, attention, fp8, permutation
+    def workbook(
+        self, kernels: str, attention: str, fp8: str = "", permutation: str = "", fast_dropout: bool = False
+    ) -> Workbook:
+        key = kernels, attention, fp8, permutation, fast_dropout
         if key not in self._workbooks:
-            self._workbooks[key] = Workbook(self.folded, kernels, attention, self.facts, fp8, permutation)
+            self._workbooks[key] = Workbook(self.folded, kernels, attention, self.facts, fp8, permutation, fast_dropout)
         return self._workbooks[key]
 
     def legal(self, tp: int, values: Values, sequence_parallel: bool, experts: ExpertsOnTp = "any") -> Legal:
@@ -122,7 +125,7 @@ class ShardingCache:
             q.cluster,
             q.tp,
             {BATCH: q.micro, **dict(q.values)},
-            workbook=self.workbook(q.kernels, q.attention, q.fp8, q.permutation),
+            workbook=self.workbook(q.kernels, q.attention, q.fp8, q.permutation, q.fast_dropout),
             cp=q.cp,
             microbatches=q.microbatches,
             static_bytes=q.static_bytes,

@@ -16,7 +16,8 @@ from torch import fx
 
 from autoptd.layout.placements import Split
 from autoptd.passes.analysis.activations import recomputed
-from autoptd.passes.analysis.dataflow import Flow, counts_tokens, flow
+from autoptd.passes.analysis.attention import without_dropout
+from autoptd.passes.analysis.dataflow import DataflowStep, Flow, counts_tokens, flow
 from autoptd.passes.analysis.flops import LOOKUPS, PRODUCTS, Work, work
 from autoptd.passes.analysis.fused_flow import KernelFacts, computes_loss, fused_flow, kernel_facts
 from autoptd.passes.analysis.fusion import MemoryTraffic, traffic
@@ -180,7 +181,7 @@ class GraphFacts:
 
 class Workbook:
     """The ops of every kind of segment under one choice of kernels ("eager", "fused", "compiled"), of attention, of a
-    recipe of products in fp8, and of kernels that permute rows of experts."""
+    recipe of products in fp8, of kernels that permute rows of experts, and of dropout by attention's own kernel."""
 
     def __init__(
         self,
@@ -190,10 +191,11 @@ class Workbook:
         facts: GraphFacts | None = None,
         fp8: str = "",
         permutation: str = "",
+        fast_dropout: bool = False,
     ) -> None:
         self.folded, self.kernels, self.attention, self.fp8 = folded, kernels, attention, fp8
         self.permutation = permutation or ("fused" if kernels == "fused" else "")
-        self.facts = facts or GraphFacts(folded)
+        self.facts, self.fast_dropout = facts or GraphFacts(folded), fast_dropout
         self.ops: dict[fx.Node, OpFacts] = {}
         self._flows: dict[Hashable, Flow] = {}
         self._firsts: dict[tuple[str, ...], Sequence[Segment]] = {}
@@ -205,7 +207,7 @@ class Workbook:
                 found = replace(self.facts.ops[node], traffic=moves.get(node, _NOTHING))
                 if fp8 and node in self.facts.fp8:
                     found = replace(found, dtype="fp8", recipe=fp8)
-                self.ops[node] = found
+                self.ops[node] = replace(found, call=without_dropout(found.call)) if fast_dropout else found
 
     def walk(
         self,
@@ -243,8 +245,14 @@ class Workbook:
                     self._kernel_facts[segment.kind] = kernel_facts(segment)
             facts = {segment.kind: self._kernel_facts[segment.kind] for segment in compiled}
             found = flow(segments, kinds)
+            if self.fast_dropout:
+                found = replace(found, steps=tuple(map(_undropped, found.steps)))
             self._flows[key] = fused_flow(found, segments, facts) if facts else found
         return self._flows[key]
+
+
+def _undropped(step: DataflowStep) -> DataflowStep:
+    return step if step.call is None else replace(step, call=without_dropout(step.call))
 
 
 def _read(node: fx.Node) -> OpFacts:

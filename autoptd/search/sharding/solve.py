@@ -126,6 +126,7 @@ class Splitter:
             fp8=self._method.fp8,
             permutation=self._method.permutation,
             context=self._method.context if c.cp > 1 else "ring",
+            fast_dropout=self._method.drops_fast(c.cp),
             pins=tuple(task.constraints.splits.items()),
             experts=self._experts(c),
             whole=self._pins.whole,
