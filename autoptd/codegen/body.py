@@ -28,6 +28,7 @@ from autoptd.passes.analysis.overwriting import WIDE
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, op_name, operands
 from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.rules.attention import OWN_KEYS
 from autoptd.passes.rules.factors import Op, Strategy, local_args, local_shape
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.rules.table import IMPLEMENTATIONS
@@ -201,7 +202,10 @@ class Body:
                 not self.in_place[node.name] and info(operands(node)[0]).dtype in WIDE
             ):  # narrower ones are copied anyway
                 args = (SourceText(f"{args[0]}.clone()"), *args[1:])
-        if strategy.implementation:
+        if strategy.implementation == OWN_KEYS.name:
+            heads = size_text(op.call.operands[0].shape[-3])
+            args = (args[0], *(SourceText(f"tp.own_keys({x}, {heads})") for x in args[1:3]), *args[3:])
+        elif strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
             return _implementation_text(function, args, kwargs)
         if node.target is aten.dropout.default and args[1] and args[2]:
@@ -351,7 +355,7 @@ def conversion_note(given: Placement, needed: Placement, grad: bool) -> str:
 
 def implementation_note(strategy: Strategy) -> str:
     """Return a comment such as `vocabulary-parallel: S2, B -> B, all-reduce × 2`."""
-    word = strategy.implementation.replace("vocab_", "vocabulary-")
+    word = strategy.implementation.replace("vocab_", "vocabulary-").replace("own_", "own ")
     issued = [name.replace("_", "-") for name, _ in strategy.collectives]
     return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
 
