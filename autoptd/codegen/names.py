@@ -168,6 +168,7 @@ _SHORT = {
     "ring": "attention",
     "ulysses": "attention",
     "layer_norm": "norm",
+    "rms_norm": "norm",
     "reshape": "view",
     "unsqueeze": "expanded",
     "cross_entropy": "loss_sum",
