@@ -54,6 +54,7 @@ class Body:
     first: int | None = None  # in a block: the index of its first segment, from which random keys count
     at: tuple[int, int] = (0, 0)  # current segment and node
     uses_device: bool = False
+    called: Mapping[fx.Node, str] = field(default_factory=dict)  # names of variables that blocks read and replace
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     recomputation: Recomputation = field(default_factory=Recomputation)  # recomputed and kept ops of these segments
     in_place: Mapping[str, bool] = field(default_factory=dict)  # losses in place; False: in a copy of the logits
@@ -177,7 +178,7 @@ class Body:
         if reads_in_place(node):
             self.held[node, _plain(node, strategy.gives[0])] = text
             return
-        names = [self.names.fresh(hint(o)) if o is not None else "_" for o in outputs]
+        names = [self.names.fresh(self.called.get(o) or hint(o)) if o is not None else "_" for o in outputs]
         self.lines.append(f"{_left(node, names)} = {text}{note}")
         for output, placement, name in zip(outputs, strategy.gives, names, strict=True):
             if output is not None:
