@@ -13,7 +13,7 @@ from torch import fx
 from autoptd.codegen.blocks import BlockNames, BlockSegments
 from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
-from autoptd.codegen.names import Names, hint
+from autoptd.codegen.names import Names, hint, variable
 from autoptd.codegen.quoting import code_of, in_docstring, is_name, literal
 from autoptd.codegen.recompute import in_place_of, recomputation_of
 from autoptd.layout.placements import B, Placement, Split
@@ -88,7 +88,7 @@ def argument_hint(folded: Folded, node: fx.Node) -> str:
 def passed_on(folded: Folded, piece: BlockSegments) -> str:
     """Return the name of the only tensor that a block receives, which is that of the one it returns; else ""."""
     sends = piece.sends(folded)
-    return hint(sends[0]) if piece.block and len(piece.receives) == len(sends) == 1 else ""
+    return variable(sends[0]) if piece.block and len(piece.receives) == len(sends) == 1 else ""
 
 
 def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) -> BlockClass:
@@ -103,7 +103,7 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     if layout.loss_in_place:
         body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.regather)
     name = passed_on(folded, piece)
-    given = {n: body.names.fresh(name or argument_hint(folded, n)) for n in piece.receives}
+    given = {n: body.names.fresh(name or variable(n)) for n in piece.receives}
     given |= {n: body.names.fresh(argument_hint(folded, n)) for n in (*piece.prelude, *foreign)}
     for node in piece.receives:
         body.bind(node, placement_of(sharding, folded, node), given[node])
