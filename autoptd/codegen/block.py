@@ -13,12 +13,13 @@ from torch import fx
 from autoptd.codegen.blocks import BlockNames, BlockSegments
 from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
-from autoptd.codegen.names import Names, hint
+from autoptd.codegen.names import Names, hint, variable
 from autoptd.codegen.quoting import code_of, in_docstring, is_name, literal
 from autoptd.codegen.recompute import in_place_of, recomputation_of
 from autoptd.layout.placements import B, Placement, Split
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import info
+from autoptd.passes.losses.loss_form import is_count
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import SEQUENCE
 
@@ -78,10 +79,16 @@ def attribute(name: str, getter: str = "get_parameter") -> str:
     return f"self.{getter}({literal(name)})"
 
 
-def argument_names(names: Names, receives: Sequence[fx.Node], others: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """Choose names of arguments: `x` for received tensors, hints for the others."""
-    found = {n: names.fresh("x") for n in receives}
-    return found | {n: names.fresh(hint(n)) for n in others}
+def argument_hint(folded: Folded, node: fx.Node) -> str:
+    """Return a name for an argument: of a parameter or buffer the last words of its name (`lm_head_weight`)."""
+    name = folded.traced.parameters.get(node.name) or folded.traced.buffers.get(node.name)
+    return "_".join(name.split(".")[-2:]) if name else "count" if is_count(node) else hint(node)
+
+
+def passed_on(folded: Folded, piece: BlockSegments) -> str:
+    """Return the name of the only tensor that a block receives, which is that of the one it returns; else ""."""
+    sends = piece.sends(folded)
+    return variable(sends[0]) if piece.block and len(piece.receives) == len(sends) == 1 else ""
 
 
 def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) -> BlockClass:
@@ -96,7 +103,9 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     body.fast_dropout = layout.fast_dropout
     if layout.loss_in_place:
         body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.regather)
-    given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
+    name = passed_on(folded, piece)
+    given = {n: body.names.fresh(name or variable(n)) for n in piece.receives}
+    given |= {n: body.names.fresh(argument_hint(folded, n)) for n in (*piece.prelude, *foreign)}
     for node in piece.receives:
         body.bind(node, placement_of(sharding, folded, node), given[node])
     for node in piece.prelude:
@@ -219,7 +228,7 @@ def wire_line(folded: Folded, sharding: Sharding, node: fx.Node, index: int, sym
 __all__ = [
     "AXES",
     "BlockClass",
-    "argument_names",
+    "argument_hint",
     "attribute",
     "axis_lines",
     "block_arguments",
@@ -227,6 +236,7 @@ __all__ = [
     "owned_by",
     "parameter_line",
     "parameter_placement",
+    "passed_on",
     "placement_of",
     "size_reads",
     "size_text",

@@ -28,6 +28,7 @@ from autoptd.passes.analysis.overwriting import WIDE
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, op_name, operands
 from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.rules.attention import OWN_KEYS
 from autoptd.passes.rules.factors import Op, Strategy, local_args, local_shape
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.rules.table import IMPLEMENTATIONS
@@ -53,6 +54,7 @@ class Body:
     first: int | None = None  # in a block: the index of its first segment, from which random keys count
     at: tuple[int, int] = (0, 0)  # current segment and node
     uses_device: bool = False
+    called: Mapping[fx.Node, str] = field(default_factory=dict)  # names of variables that blocks read and replace
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     recomputation: Recomputation = field(default_factory=Recomputation)  # recomputed and kept ops of these segments
     in_place: Mapping[str, bool] = field(default_factory=dict)  # losses in place; False: in a copy of the logits
@@ -177,7 +179,7 @@ class Body:
         if reads_in_place(node):
             self.held[node, _plain(node, strategy.gives[0])] = text
             return
-        names = [self.names.fresh(hint(o)) if o is not None else "_" for o in outputs]
+        names = [self.names.fresh(self.called.get(o) or hint(o)) if o is not None else "_" for o in outputs]
         self.lines.append(f"{_left(node, names)} = {text}{note}")
         for output, placement, name in zip(outputs, strategy.gives, names, strict=True):
             if output is not None:
@@ -202,7 +204,10 @@ class Body:
                 not self.in_place[node.name] and info(operands(node)[0]).dtype in WIDE
             ):  # narrower ones are copied anyway
                 args = (SourceText(f"{args[0]}.clone()"), *args[1:])
-        if strategy.implementation:
+        if strategy.implementation == OWN_KEYS.name:
+            heads = size_text(op.call.operands[0].shape[-3])
+            args = (args[0], *(SourceText(f"tp.own_keys({x}, {heads})") for x in args[1:3]), *args[3:])
+        elif strategy.implementation:
             function = IMPLEMENTATIONS[node.target, strategy.implementation]  # type: ignore[index]
             return _implementation_text(function, args, kwargs)
         if node.target is aten.dropout.default and args[1] and args[2]:
@@ -353,7 +358,7 @@ def conversion_note(given: Placement, needed: Placement, grad: bool) -> str:
 
 def implementation_note(strategy: Strategy) -> str:
     """Return a comment such as `vocabulary-parallel: S2, B -> B, all-reduce × 2`."""
-    word = strategy.implementation.replace("vocab_", "vocabulary-")
+    word = strategy.implementation.replace("vocab_", "vocabulary-").replace("own_", "own ")
     issued = [name.replace("_", "-") for name, _ in strategy.collectives]
     return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
 

@@ -314,6 +314,11 @@ def _layer_norm(x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: f
     return call_text("F.layer_norm", (x, tuple(shape), weight, bias, eps), {})
 
 
+def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> str:
+    options = {"weight": weight, "eps": eps}
+    return call_text("F.rms_norm", (x, tuple(shape)), {k: v for k, v in options.items() if v is not None})
+
+
 def _gelu(x: Any, approximate: str = "none") -> str:
     return call_text("F.gelu", (x,), {} if approximate == "none" else {"approximate": approximate})
 
@@ -344,6 +349,7 @@ def _valid_count(labels: Any, ignore_index: int = -100, weight: Any = None) -> s
     return call_text("ops.valid_count", (labels,) if ignore_index == -100 else (labels, ignore_index), options)
 
 
+_COMPARISONS = {aten.eq: "==", aten.ge: ">=", aten.gt: ">", aten.le: "<=", aten.lt: "<", aten.ne: "!="}
 PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten._to_copy.default: _to_layout,
     aten.add.Tensor: _infix("+"),
@@ -352,30 +358,19 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.conv3d.default: _function("F.conv3d"),
     aten.div.Tensor: _infix("/"),
     aten.embedding.default: _embedding,
-    aten.eq.Scalar: _infix("=="),
-    aten.eq.Tensor: _infix("=="),
     aten.expand.default: _expand,
-    aten.ge.Scalar: _infix(">="),
-    aten.ge.Tensor: _infix(">="),
     aten.gelu.default: _gelu,
-    aten.gt.Scalar: _infix(">"),
-    aten.gt.Tensor: _infix(">"),
     aten.index.Tensor: _index,
     aten.layer_norm.default: _layer_norm,
-    aten.le.Scalar: _infix("<="),
-    aten.le.Tensor: _infix("<="),
     aten.linear.default: _linear,
     aten.log_softmax.int: _softmax("F.log_softmax"),
-    aten.lt.Scalar: _infix("<"),
-    aten.lt.Tensor: _infix("<"),
     aten.mul.Scalar: _infix("*"),
     aten.mul.Tensor: _infix("*"),
-    aten.ne.Scalar: _infix("!="),
-    aten.ne.Tensor: _infix("!="),
     aten.neg.default: lambda x: f"-{_operand(x)}",
     aten.pad.default: _pad,
     aten.relu.default: _function("F.relu"),
     aten.reshape.default: _reshape,
+    aten.rms_norm.default: _rms_norm,
     aten.scaled_dot_product_attention.default: _attention,
     aten.silu.default: _function("F.silu"),
     aten.slice.Tensor: _slice,
@@ -385,6 +380,7 @@ PRINTERS: dict[Callable[..., Any], Callable[..., str | None]] = {
     aten.to.dtype: _to_dtype,
     aten.to.dtype_layout: _to_layout,
     aten.view_as_complex.default: _function("ops.as_complex"),
+    **{op: _infix(sign) for name, sign in _COMPARISONS.items() for op in (name.Scalar, name.Tensor)},
     **{method: _of_experts(name) for name, method in EXPERT_OPS.items()},
     convert: lambda x, method, *dims: f"cp.{method}({x}{_DIMS[len(dims)].format(*dims)})",
     ops.cross_entropy: _cross_entropy,

@@ -87,6 +87,12 @@ def hint(node: fx.Node) -> str:
     return _SHORT.get(name, name).strip("_").lower()
 
 
+def variable(node: fx.Node) -> str:
+    """Return the variable that the user's line assigns a tensor to, else "x"."""
+    name = _target(node, assigned_names(node)) if node.op == "call_function" and ends_line(node) else ""
+    return name or "x"
+
+
 def _target(node: fx.Node, assigned: Sequence[str]) -> str:
     """Return the name for the last node of a line: the only one, or its own of `q, k = rotate(q, k)`."""
     if len(assigned) < 2:
@@ -168,6 +174,7 @@ _SHORT = {
     "ring": "attention",
     "ulysses": "attention",
     "layer_norm": "norm",
+    "rms_norm": "norm",
     "reshape": "view",
     "unsqueeze": "expanded",
     "cross_entropy": "loss_sum",

@@ -23,6 +23,7 @@ from autoptd.codegen.block import (
     owned_by,
     parameter_line,
     parameter_placement,
+    passed_on,
     placement_of,
     wire_line,
     write_block,
@@ -32,7 +33,7 @@ from autoptd.codegen.body import Body, Made
 from autoptd.codegen.buffers import BufferFunctions
 from autoptd.codegen.expressions import size_text, value_text
 from autoptd.codegen.loss import LossFunctions, count_text, input_node, names_of, size_source, state_text
-from autoptd.codegen.names import hint
+from autoptd.codegen.names import hint, variable
 from autoptd.codegen.quoting import literal, numbered
 from autoptd.codegen.recompute import in_place_of, recomputation_of
 from autoptd.layout.placements import B, Placement
@@ -99,7 +100,8 @@ def write_stage(
     body = Body(sharding, names_of(folded), fast_dropout=layout.fast_dropout)
     writer = _StageWriter(layout, sharding, pieces, body)
     preludes = _prelude(writer)
-    given = {n: body.names.fresh("x") for n in received}
+    body.called = {n: name for piece in pieces if (name := passed_on(folded, piece)) for n in piece.receives}
+    given = {n: body.names.fresh(body.called.get(n) or variable(n)) for n in received}
     for node, text in given.items():
         body.bind(node, placement_of(sharding, folded, node), text)
     inputs = [n for n in preludes if n.op == "placeholder" and n.name in folded.traced.inputs]
@@ -208,7 +210,7 @@ def _results(
     names = []
     for node in piece.sends(writer.folded):
         summed = node in writer.folded.sums
-        name = free.pop(0) if free and not summed else body.names.fresh("summed" if summed else "x")
+        name = free.pop(0) if free and not summed else body.names.fresh("summed" if summed else variable(node))
         placement = placement_of(writer.sharding, writer.folded, node)
         for key in [k for k, text in body.held.items() if text == name]:
             del body.held[key]

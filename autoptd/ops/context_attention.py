@@ -98,10 +98,13 @@ def ulysses_attention(
     enable_gqa: bool = False,
     fast: bool = False,
 ) -> Tensor:
-    """Compute the result of `ring_attention` by exchanging tokens for heads; n divides heads and kv heads.
+    """Compute the result of `ring_attention` by exchanging tokens for heads, which n divides.
 
-    mask [..., s or 1, s]. `samples` and `parts` describe the scores [..., heads/n, s, s], including the split of heads.
+    If n does not divide kv heads, each is copied for the heads that share it. mask [..., s or 1, s]. `samples` and
+    `parts` describe the scores [..., heads/n, s, s], including the split of heads.
     """
+    if k.shape[-3] % cp.size:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     q, k, v = (cp.all_to_all(x, (x.ndim - 2, 1), (x.ndim - 3, 1)) for x in (q, k, v))
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mask.tensor_split(cp.size, -3)[cp.rank]

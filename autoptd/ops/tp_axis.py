@@ -152,6 +152,19 @@ class Axis:
         """S -> S: from slices of `source` (dim, groups) to slices of `target`; gradient back again."""
         return self._convert(x, self._exchange(x, source, target), self._exchange(x, target, source))
 
+    # For ops whose operands are whole on every rank
+
+    def own_keys(self, x: Tensor, heads: int) -> Tensor:
+        """Return the key heads [..., h, s, d] that this rank's share of `heads` query heads reads.
+
+        It is the one head that they all share, or one copy for each of them.
+        """
+        mine, shared = heads // self.size, heads // x.shape[-3]
+        start = self.rank * mine
+        first, last = start // shared, (start + mine - 1) // shared
+        x = x.narrow(-3, first, last - first + 1)
+        return x if first == last else x.repeat_interleave(shared, -3).narrow(-3, start - first * shared, mine)
+
     # Not differentiable, for ops with a distributed implementation of their own
 
     @torch.no_grad()

@@ -59,6 +59,14 @@ class AttentionForm:
             return tile or "written"
         return "fused" if device == "cpu" or (tile == "fused" and self.width == self.value_width) else "efficient"
 
+    def takes_groups(self) -> bool:
+        """Return whether query heads can share keys that are not copied for each of them.
+
+        torch's memory-efficient kernel cannot (2.13: `supports_gqa` in sdp_utils.cpp): all scores are written out
+        instead, as they are in float64 anyway.
+        """
+        return self.dtype == torch.float64 or self.kernel("cuda") != "efficient"
+
     def why(self, device: str) -> str:
         """Return the reason why the flash kernel cannot run it, and the way out; empty if it can."""
         kernel = self.kernel(device)

@@ -55,6 +55,8 @@ from autoptd.passes.normalise.scalar_types import settle_scalar_types
 from autoptd.passes.normalise.sizes import fold_sizes
 from autoptd.passes.random.draws import forget_likes, number_calls, write_random_as_draws
 from autoptd.passes.random.drop_path import write_drop_path_as_mask
+from autoptd.passes.recognise.grouped_attention import share_copied_keys
+from autoptd.passes.recognise.norms import write_norms
 from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
@@ -162,6 +164,8 @@ PREPARE: list[Pass] = [
     write_frozen_batch_norm_in_one_type,
     refuse_mixed_types,
     name_causal_masks,
+    share_copied_keys,
+    write_norms,
     prove_own,
     write_ctc_labels_by_sample,
     follow_masked_rows,

@@ -59,13 +59,17 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Implementation:
-    """An op's own distributed implementation for one factor, which cannot be split otherwise."""
+    """An op's own distributed implementation for one factor, which cannot be split otherwise.
+
+    With a `notation` it splits that factor of another loop nest, where the factor of the rule's does not divide.
+    """
 
     name: str
     factor: str
     gives: tuple[Placement, ...] | None = None  # None: as the factors say
     collectives: Callable[[OpCall], tuple[tuple[str, Size], ...]] = lambda call: ()
     applies: Callable[[OpCall], bool] = lambda call: True
+    notation: Callable[[OpCall], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def _whole(call: OpCall, linear: bool) -> Iterator[Strategy]:
 def _splits(rule: Rule, op: Op, ranks: int, sizes: Sizes, groups: Groups) -> Iterator[Strategy]:
     call, loops = op.call, op.loops
     assert loops is not None
-    own = {i.factor: i for i in rule.implementations}
+    own = {i.factor: i for i in rule.implementations if i.notation is None}
     for name, places in loops.places.items():
         if name in own and not own[name].applies(call):
             continue
@@ -134,6 +138,19 @@ def _splits(rule: Rule, op: Op, ranks: int, sizes: Sizes, groups: Groups) -> Ite
             strategy = split_factor(call, loops, places, count, ranks) if fits else None
             if strategy is not None:
                 yield _implemented(strategy, own[name], call) if name in own else strategy
+    for other in rule.implementations:
+        if other.notation is not None and other.applies(call):
+            yield from _other_splits(other, other.notation(call), op, ranks, sizes)
+
+
+def _other_splits(own: Implementation, notation: str, op: Op, ranks: int, sizes: Sizes) -> Iterator[Strategy]:
+    """Yield the strategy of an implementation with a loop nest of its own, where the rule's factor does not divide."""
+    loops, usual = bind(notation, op.call), op.loops
+    assert usual is not None
+    if sizes.divisible(loops.sizes[own.factor], ranks) and not sizes.divisible(usual.sizes[own.factor], ranks):
+        strategy = split_factor(op.call, loops, loops.places[own.factor], 1, ranks)
+        if strategy is not None:
+            yield _implemented(strategy, own, op.call)
 
 
 def split_factor(

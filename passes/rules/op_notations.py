@@ -370,20 +370,6 @@ def samples(call: OpCall) -> str:
     return arrow([["n", *rest], *[["."]] * (len(call.operands) - 1)], [["n", *rest]])
 
 
-def attention(call: OpCall) -> str:
-    """Return the notation of attention: heads can be split (grouped by key-value head) and, unless causal, queries."""
-    query, key, value = call.operands[:3]
-    batch = [f"b{i}" for i in range(query.ndim - 3)]
-    grouped = query.ndim > 3 and not same(query.shape[-3], key.shape[-3]) and key.shape[-3] != 1
-    head = [] if query.ndim < 3 else ["(h g)" if grouped else "h"]
-    few = [] if query.ndim < 3 else ["h"]
-    rows = "." if call.arg(5, "is_causal", False) else "q"
-    result = [*batch, *head, rows, "."]
-    keys = [fit(t, [*batch, *few, ".", "."]) for t in (key, value)]
-    masks = [fit(m, [*batch, *head, rows, "."]) for m in call.operands[3:]]
-    return arrow([result, *keys, *masks], [result])
-
-
 def einsum(call: OpCall) -> str:
     """Return the equation of einsum as a notation, one letter per factor."""
     left, _, right = call.args[0].replace(" ", "").partition("->")

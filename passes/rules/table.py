@@ -17,6 +17,7 @@ from autoptd.ops import library as ops
 from autoptd.passes.graph import numel
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.rules import op_notations as n
+from autoptd.passes.rules.attention import ATTENTION
 from autoptd.passes.rules.convolutions import conv, conv_groups, sample_conv
 from autoptd.passes.rules.factors import Implementation, Rule
 from autoptd.passes.rules.local_arguments import copies, inner_shape, length, part_sizes, shape
@@ -313,7 +314,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.rsub.Scalar: POINTWISE,
     aten.rsub.Tensor: ADDITION,
     aten.scalar_tensor.default: FACTORY,
-    aten.scaled_dot_product_attention.default: Rule(n.attention),
+    aten.scaled_dot_product_attention.default: ATTENTION,
     aten.scatter.src: Rule(n.scatter, first_and_third),
     aten.scatter.value: Rule(n.scatter),
     aten.scatter_add.default: Rule(n.scatter, first_and_third),
@@ -376,7 +377,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.where.self: Rule(n.elementwise, branches),
     aten.zeros.default: FACTORY,
     aten.zeros_like.default: POINTWISE,
-    ops.attention: Rule(n.attention),
+    ops.attention: ATTENTION,
     ops.cross_entropy: Rule("... v, ... -> ", implementations=(VOCABULARY_LOSS,)),
     ops.dropout: POINTWISE,
     ops.dropout_mask: DRAW,

@@ -33,7 +33,7 @@ from autoptd.passes.analysis.saved_tensors import DROPOUT
 from autoptd.passes.batch.batch_dims import SamplePlace, makes_new
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, numel, op_name, operands, source_line
-from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
+from autoptd.passes.opcall import OpCall, Size, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, expand
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.token_rows import TokenRows
@@ -253,20 +253,19 @@ class _Decider:
         if any(t.shape[-2] != SEQUENCE for t in (query, key, value)) or any(m.requires_grad for m in masks):
             return []
         if self.attention == "ulysses":
-            self._check_heads(node, query, key)
+            self._check_heads(node, query.shape[-3] if query.ndim > 2 else 1)
         rows = Split(query.ndim - 2)
         cut = self.attention == "ring"
         needs = [Split(m.ndim - 2) if cut and m.ndim > 1 and m.shape[-2] == SEQUENCE else B for m in masks]
         return [Strategy((rows, rows, rows, *needs), (rows,), self.ranks, self.attention)]
 
-    def _check_heads(self, node: fx.Node, query: TensorInfo, key: TensorInfo) -> None:
-        for heads in (query.shape[-3], key.shape[-3]) if query.ndim > 2 else (1,):
-            if self.sizes(heads) % (self.tp * self.ranks):
-                raise PlanError(
-                    f"cp {self.ranks} by Ulysses: {heads} heads are not divisible by tp {self.tp} × cp {self.ranks}",
-                    where=source_line(node),
-                    fix="use fix={'context': 'ring'}",
-                )
+    def _check_heads(self, node: fx.Node, heads: Size) -> None:
+        if self.sizes(heads) % (self.tp * self.ranks):
+            raise PlanError(
+                f"cp {self.ranks} by Ulysses: {heads} heads are not divisible by tp {self.tp} × cp {self.ranks}",
+                where=source_line(node),
+                fix="use fix={'context': 'ring'}",
+            )
 
 
 def plain(placement: Placement, tensor: TensorInfo) -> Placement:

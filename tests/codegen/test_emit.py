@@ -128,7 +128,7 @@ def test_bodies_of_block_classes_differ() -> None:
 
 def test_users_words_are_used() -> None:
     blocks = program("llama_tp2_pp2").files["blocks.py"]
-    assert "def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:" in blocks
+    assert "def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:" in blocks
     for line in ("query_states = ", "key_states = ", "gate_proj = F.linear(", "self.mlp.down_proj.weight"):
         assert line in blocks
 

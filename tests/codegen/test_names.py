@@ -174,3 +174,44 @@ def test_a_name_is_taken_until_a_view_written_into_another_line_is_read(inside: 
     assert base
     assigned = [line for line in lines[:reader] if line.strip().startswith(f"{base[1]} = ")]
     assert len(assigned) == 1, assigned
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+
+class _Assigned(_Layer):
+    def forward(self, state: Tensor) -> Tensor:
+        state = state + self.inner(state).tanh()
+        return state
+
+
+class _Returned(_Layer):
+    def forward(self, state: Tensor) -> Tensor:
+        return state + self.inner(state).tanh()
+
+
+class Stack(nn.Module):
+    """Equal layers before a head."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.first(x)
+        for layer in self.layers:
+            embedded = layer(embedded)
+        return self.head(embedded).square().mean()
+
+
+@pytest.mark.parametrize(("layer", "name"), [(_Assigned, "state"), (_Returned, "x")])
+def test_a_loop_over_layers_hands_on_one_variable(layer: type[nn.Module], name: str) -> None:
+    """Blocks are given and return what the model's layers call it; `x` where they have no name for it."""
+    source = source_of(Stack(layer))
+    assert f"def forward(self, {name}: Tensor) -> Tensor:" in source
+    assert re.search(rf"for block in self\.blocks:\n +{name}(?:_2)? = block\({name}(?:_2)?\)", source)
+    assert not re.search(r"\bp_\w+", source)

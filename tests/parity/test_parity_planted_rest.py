@@ -150,8 +150,9 @@ def test_key_heads_of_other_queries_are_seen() -> None:
     """Two key heads on four ranks: each serves four queries in a row, not every other one."""
     name = "llama_2_kv"
     made = parallel(name, planned(name, Mesh(1, 4, 1), BULK), "sgd")
-    pattern = r"(key_states\w*)\.unsqueeze\(2\)\.expand\(b, 2, 4,"
-    files = {n: re.sub(pattern, r"\1.unsqueeze(1).expand(b, 4, 2,", text) for n, text in made.program.files.items()}
+    pattern = r"tp\.own_keys\((\w+), 8\)"
+    other = r"\1[:, tp.rank % 2, None]"
+    files = {n: re.sub(pattern, other, text) for n, text in made.program.files.items()}
     assert files != made.program.files
     found = train_in_lockstep(with_files(made, files), batches(name))
     assert complaints(name, found, alone(name, "sgd"))

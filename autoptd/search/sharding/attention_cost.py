@@ -13,11 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from autoptd.cost_models.cluster import Device
 from autoptd.cost_models.op_time import OpWork
+from autoptd.layout.placements import Split
 from autoptd.ops.attention import SCORES
 from autoptd.passes.analysis.attention import AttentionForm, passes_of
+from autoptd.passes.opcall import OpCall
+from autoptd.passes.rules.attention import OWN_KEYS
+from autoptd.passes.rules.factors import Strategy
 
 _PART = "attention"
 TORCH = "torch"  # the kernel that torch's scaled_dot_product_attention takes on the device
@@ -38,6 +43,22 @@ class Shape:
     def flops(self) -> float:
         """Floating-point operations of the two products of a forward pass, without a mask."""
         return 4.0 * self.heads * self.queries * self.keys * self.width
+
+
+def moved_keys(call: OpCall, strategy: Strategy, exchanged_by: int = 1) -> Fraction:
+    """Return the key heads that a rank sends to cp ranks, as a multiple of those in the operand's placement.
+
+    `exchanged_by`: cp ranks of Ulysses, for which key heads that do not divide are copied for each query head.
+    """
+    (heads, keys), ranks = ((t.shape[-3] if t.ndim > 2 else 1 for t in call.operands[:2]), strategy.ranks)
+    if not isinstance(heads, int) or not isinstance(keys, int):
+        return Fraction(1)
+    pairs = zip((heads, keys), call.operands, strategy.needs, strict=False)
+    mine, placed = (n // ranks if isinstance(p, Split) and p.dim == t.ndim - 3 else n for n, t, p in pairs)
+    held = placed
+    if strategy.implementation == OWN_KEYS.name:  # see `Axis.own_keys`
+        held = 1 if heads // keys % mine == 0 else mine
+    return Fraction(mine if held % exchanged_by else held, placed)
 
 
 def attention_works(

@@ -24,6 +24,7 @@ from autoptd.passes.sharding.sharding import (
     ops_of,
     sends_of,
 )
+from autoptd.search.sharding.attention_cost import moved_keys
 from autoptd.search.sharding.build import SplitNumbers
 from autoptd.search.sharding.expert_work import spread
 from autoptd.search.sharding.ilp import solve_splits
@@ -138,7 +139,9 @@ class Tensors(SplitNumbers):
             weights += self._weight_works(node, backward)
             comm[0].extend((name, self.number(elements) * 4) for name, elements in strategy.collectives)
             if op.work.kind == "attention":
-                ring += sum(self.nbytes(t, p) for t, p in zip(op.call.operands[1:3], strategy.needs[1:3], strict=True))
+                sent = moved_keys(op.call, strategy, self.cp if self.context == "ulysses" else 1)
+                pairs = zip(op.call.operands[1:3], strategy.needs[1:3], strict=True)
+                ring += sum(round(sent * self.nbytes(t, p)) for t, p in pairs)
                 exchanged += self.nbytes(op.call.operands[0], strategy.needs[0])
                 exchanged += self.nbytes(op.call.outputs[0], strategy.gives[0])
             for operand, placement in zip(operands(node), strategy.needs, strict=True):

@@ -74,6 +74,8 @@ def test_a_block_saves_what_torch_saves(name: str, kernels: str, backend: str) -
     ]
     rows = STATISTICS * x.nbytes
     found = saved_by_torch(block, [x, *tables], backend) - sum(t.nbytes for t in tables)
+    if backend == "eager":  # a CPU decomposes an RMS norm, and saves its operand in float32 in place of bfloat16
+        found -= inspect.getsource(type(block)).count("F.rms_norm(") * x.nbytes
     assert kept(source.folded, par.plan, source, kernels) == pytest.approx(found, abs=rows)
 
 

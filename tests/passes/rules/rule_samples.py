@@ -318,6 +318,8 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(2, 4, 6, 2), real(2, 4, 8, 2), real(2, 4, 8, 2)),
         (real(2, 4, 6, 2), real(2, 4, 6, 2), real(2, 4, 6, 2), None, 0.0, True),
         (real(2, 8, 4, 2), real(2, 4, 6, 2), real(2, 4, 6, 2), None, 0.0, False, {"enable_gqa": True}),
+        (real(2, 8, 4, 2), real(2, 2, 4, 2), real(2, 2, 4, 2), None, 0.0, True, {"enable_gqa": True}),
+        (real(2, 12, 4, 2), real(2, 3, 6, 2), real(2, 3, 6, 2), None, 0.0, False, {"enable_gqa": True}),
         (real(2, 4, 6, 2), real(2, 4, 6, 2), real(2, 4, 6, 2), flags(2, 1, 6, 6) | torch.eye(6, dtype=torch.bool)),
         (real(2, 4, 4, 2), real(2, 4, 6, 2), real(2, 4, 6, 2), real(4, 4, 6)),
         (real(4, 6, 2), real(4, 6, 2), real(4, 6, 2)),

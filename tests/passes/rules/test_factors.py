@@ -114,7 +114,9 @@ def test_grouped_query_attention_splits_by_key_value_head() -> None:
     q, kv = real(b, 8, s, 4), real(b, 2, s, 4)
     attention = call(aten.scaled_dot_product_attention.default, q, kv, kv, None, 0.0, True, enable_gqa=True, out=q)
     assert text(attention) == ["B, B, B -> B", "Bp, Bp, Bp -> Bp", "S1, S1, S1 -> S1", "S1/2, Bp, Bp -> S1/2"]
-    assert text(attention, 4)[2:] == ["S1/2, Bp, Bp -> S1/2"]  # 2 key-value heads, 4 ranks
+    four = text(attention, 4)[2:]  # ranks, for 2 key-value heads
+    assert four == ["S1/2, Bp, Bp -> S1/2", "S1, Bp, Bp -> S1 [own_keys]"]
+    assert text(attention, 8)[2:] == ["S1, Bp, Bp -> S1 [own_keys]"]
 
 
 def test_fused_parts() -> None:

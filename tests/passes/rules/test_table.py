@@ -11,6 +11,7 @@ import torch
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.tp_axis import Axis
 from autoptd.passes.opcall import Sizes
+from autoptd.passes.rules.attention import OWN_KEYS
 from autoptd.passes.rules.factors import Op, Strategy, expand
 from autoptd.passes.rules.prove import RankRun, prove
 from autoptd.passes.rules.table import IMPLEMENTATIONS, RULES
@@ -28,11 +29,19 @@ def with_axis(args: tuple[Any, ...], tp: Axis) -> list[Any]:
     return [*tensors, tp, *args[len(tensors) : len(tensors) + 1]]
 
 
+def with_own_keys(args: tuple[Any, ...], tp: Axis) -> list[Any]:
+    """Return the arguments of attention with the rank's own of all key heads."""
+    heads = args[0].shape[-3] * tp.size
+    return [args[0], *(tp.own_keys(x, heads) for x in args[1:3]), *args[3:]]
+
+
 def together(ranks: int, strategy: Strategy, target: Callable[..., Any], run: RankRun) -> list[Any]:
     """Run the ranks in lockstep, so that a distributed implementation can communicate."""
 
     def one(communicators: Communicators) -> Any:
         tp = Axis(communicators.tp)
+        if strategy.implementation == OWN_KEYS.name:
+            return run(tp.rank, lambda *args, **options: target(*with_own_keys(args, tp), **options))
         own = IMPLEMENTATIONS.get((target, strategy.implementation))
         return run(tp.rank, target if own is None else lambda *args: own(*with_axis(args, tp)))
 
