@@ -38,7 +38,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "dispatch": ("rows", "slices", "merged"),
     "fp8": ("mxfp8", "tensor", "block"),
     "routing": ("balanced", "natural"),
-    "loss": ("auto", "kept", "in_place"),
+    "loss": ("auto", "kept", "in_place", "chunked"),
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both", "fused"),
     "bucket_bytes": int,

@@ -95,6 +95,7 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     body = Body(sharding, Names(sizes=map(str, folded.traced.sizes)), first=piece.first, recomputation=recomputed)
     if layout.loss_in_place:
         body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.regather)
+    body.joins_heads = piece.policy == "logits"
     given = argument_names(body.names, piece.receives, [*piece.prelude, *foreign])
     for node in piece.receives:
         body.bind(node, placement_of(sharding, folded, node), given[node])

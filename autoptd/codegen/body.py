@@ -24,6 +24,7 @@ from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.ops.random import DRAWS
+from autoptd.passes.analysis.heads import LOSSES, Head, heads_of
 from autoptd.passes.analysis.overwriting import WIDE
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, op_name, operands
@@ -56,6 +57,9 @@ class Body:
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
     recomputation: Recomputation = field(default_factory=Recomputation)  # recomputed and kept ops of these segments
     in_place: Mapping[str, bool] = field(default_factory=dict)  # losses in place; False: in a copy of the logits
+    joins_heads: bool = False  # each head is one op, `ops.linear_cross_entropy`
+    heads: Mapping[fx.Node, tuple[Head, Strategy]] = field(default_factory=dict)  # of the current segment: loss -> head,
+    # and the strategy of its product
     wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # placements read of each made tensor
 
     @property
@@ -109,15 +113,22 @@ class Body:
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
         self.wanted = _wanted(segment, decided)
+        heads = heads_of(segment, decided) if self.joins_heads else ()
+        strategies = {segment.nodes[i]: strategy for i, strategy in decided.strategies.items()}
+        self.heads = {head.loss: (head, strategies[head.linear]) for head in heads}
+        inner = {node for head in heads for node in head.inner}
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.recomputation.core, self.recomputation.views)
-        last_use = {o: i for _, run in runs for i, n in run for o in read_by(n)}
+        last_use = {o: i for _, run in runs for i, n in run for o in self._read_by(n)}
         sent = {*segment.sends, *(o for n in segment.sends if reads_in_place(n) for o in read_by(n))}
         local = set(segment.nodes) - sent
 
         def write(i: int, node: fx.Node) -> None:
             self.at = (segment.index, i)
-            done = [o for o in dict.fromkeys(read_by(node)) if o in local and last_use[o] == i]
+            if node in inner:
+                given[node] = decided.strategies[i].gives[0]
+                return
+            done = [o for o in dict.fromkeys(self._read_by(node)) if o in local and last_use[o] == i]
             self._op(node, decided.strategies[i], given, done)
 
         for is_core, run in runs:
@@ -163,8 +174,11 @@ class Body:
 
     def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement], done: Sequence[fx.Node]) -> None:
         """Write one op; `done` are the operands that no later op reads."""
-        texts = [SourceText(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
-        text = self.op_text(node, strategy, texts)
+        if node in self.heads:
+            text = self._head_text(*self.heads[node], strategy, given)
+        else:
+            needs = zip(operands(node), strategy.needs, strict=True)
+            text = self.op_text(node, strategy, [SourceText(self.read(o, given[o], p)) for o, p in needs])
         text = self.recomputation.written(node, text)
         note = f"  # {implementation_note(strategy)}" if strategy.implementation else _summed_note(node)
         outputs = _outputs(node)
@@ -212,6 +226,30 @@ class Body:
         if node.target in ATTENTION and len(args) > 4 and args[4]:
             return self._attention_text(node, strategy, args, kwargs)
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
+
+    def _read_by(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the tensors that the line of an op reads; that of a head's loss computes the head."""
+        if node not in self.heads:
+            yield from read_by(node)
+            return
+        head, _ = self.heads[node]
+        yield from read_by(head.linear)
+        yield from (o for o in read_by(node) if o not in head.inner)
+
+    def _head_text(self, head: Head, product: Strategy, loss: Strategy, given: Mapping[fx.Node, Placement]) -> str:
+        """Return the expression of a head and its loss, on local tensors."""
+        needs = [*zip(operands(head.linear), product.needs, strict=True), (operands(head.loss)[1], loss.needs[1])]
+        x, weight, *bias, labels = (SourceText(self.read(o, given[o], p)) for o, p in needs)
+        call, function = op_call(head.loss), LOSSES[head.loss.target]
+        options: dict[str, object] = {"tp": SourceText("tp")} if loss.implementation else {}
+        for place, (name, default) in enumerate((("ignore_index", -100), ("label_smoothing", 0.0)), start=2):
+            if (value := call.arg(place, name, default)) != default:
+                options[name] = value
+        own = torch.promote_types(info(operands(head.linear)[0]).dtype, torch.float32)
+        options |= {"dtype": head.computed_in} if head.computed_in != own else {}
+        text = call_text(f"ops.{function.__name__}", (x, weight, labels, *bias), options)
+        narrower = info(head.loss).dtype != head.computed_in
+        return f"{text}.to({info(head.loss).dtype})" if narrower else text
 
     def _random(self, node: fx.Node, strategy: Strategy) -> str:
         self.dropout = True

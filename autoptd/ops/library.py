@@ -24,6 +24,7 @@ from autoptd.ops.context_attention import ring_attention, ulysses_attention
 from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
 from autoptd.ops.fused_attention import is_fused
 from autoptd.ops.group import SingleRankGroup
+from autoptd.ops.linear_cross_entropy import LOGITS, linear_cross_entropy, linear_row_cross_entropy
 from autoptd.ops.random import DRAWS, dropout_mask, exponential, integers, normal, uniform
 from autoptd.ops.tp_axis import Axis
 
@@ -32,6 +33,7 @@ _ALONE = Axis(SingleRankGroup())
 # imported from here by emitted programs and by passes
 __all__ = [
     "DRAWS",
+    "LOGITS",
     "MICROBATCH",
     "SCORES",
     "DropoutKey",
@@ -41,6 +43,8 @@ __all__ = [
     "exponential",
     "integers",
     "is_fused",
+    "linear_cross_entropy",
+    "linear_row_cross_entropy",
     "normal",
     "ring_attention",
     "ulysses_attention",
