@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autoptd.codegen.expressions import SourceText, call_text, expression, size_text, value_text
+from autoptd.codegen.heads import head_text, line_reads
 from autoptd.codegen.names import TAKEN, Names, hint, read_by, reads_in_place
 from autoptd.codegen.quoting import code_of
 from autoptd.codegen.random_keys import ATTENTION, keyed
@@ -24,7 +25,7 @@ from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.ops.random import DRAWS
-from autoptd.passes.analysis.heads import LOSSES, Head, heads_of
+from autoptd.passes.analysis.heads import Head, heads_of
 from autoptd.passes.analysis.overwriting import WIDE
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, op_name, operands
@@ -58,8 +59,7 @@ class Body:
     recomputation: Recomputation = field(default_factory=Recomputation)  # recomputed and kept ops of these segments
     in_place: Mapping[str, bool] = field(default_factory=dict)  # losses in place; False: in a copy of the logits
     joins_heads: bool = False  # each head is one op, `ops.linear_cross_entropy`
-    heads: Mapping[fx.Node, tuple[Head, Strategy]] = field(default_factory=dict)  # of the current segment: loss -> head,
-    # and the strategy of its product
+    heads: Mapping[fx.Node, Head] = field(default_factory=dict)  # those of the current segment, by their losses
     wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # placements read of each made tensor
 
     @property
@@ -115,11 +115,11 @@ class Body:
         self.wanted = _wanted(segment, decided)
         heads = heads_of(segment, decided) if self.joins_heads else ()
         strategies = {segment.nodes[i]: strategy for i, strategy in decided.strategies.items()}
-        self.heads = {head.loss: (head, strategies[head.linear]) for head in heads}
+        self.heads = {head.loss: head for head in heads}
         inner = {node for head in heads for node in head.inner}
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.recomputation.core, self.recomputation.views)
-        last_use = {o: i for _, run in runs for i, n in run for o in self._read_by(n)}
+        last_use = {o: i for _, run in runs for i, n in run for o in line_reads(n, self.heads.get(n))}
         sent = {*segment.sends, *(o for n in segment.sends if reads_in_place(n) for o in read_by(n))}
         local = set(segment.nodes) - sent
 
@@ -128,8 +128,9 @@ class Body:
             if node in inner:
                 given[node] = decided.strategies[i].gives[0]
                 return
-            done = [o for o in dict.fromkeys(self._read_by(node)) if o in local and last_use[o] == i]
-            self._op(node, decided.strategies[i], given, done)
+            done = [o for o in dict.fromkeys(line_reads(node, self.heads.get(node))) if o in local and last_use[o] == i]
+            text = head_text(self, self.heads[node], strategies, given) if node in self.heads else ""
+            self._op(node, decided.strategies[i], given, done, text)
 
         for is_core, run in runs:
             if is_core:
@@ -172,11 +173,16 @@ class Body:
         lines, self.lines = self.lines, outer
         self.lines += core_lines(self.names.fresh("core"), lines, known, results)
 
-    def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement], done: Sequence[fx.Node]) -> None:
-        """Write one op; `done` are the operands that no later op reads."""
-        if node in self.heads:
-            text = self._head_text(*self.heads[node], strategy, given)
-        else:
+    def _op(
+        self,
+        node: fx.Node,
+        strategy: Strategy,
+        given: dict[fx.Node, Placement],
+        done: Sequence[fx.Node],
+        text: str = "",
+    ) -> None:
+        """Write one op; `done` are the operands that no later op reads, `text` its expression if it is not its own."""
+        if not text:
             needs = zip(operands(node), strategy.needs, strict=True)
             text = self.op_text(node, strategy, [SourceText(self.read(o, given[o], p)) for o, p in needs])
         text = self.recomputation.written(node, text)
@@ -226,30 +232,6 @@ class Body:
         if node.target in ATTENTION and len(args) > 4 and args[4]:
             return self._attention_text(node, strategy, args, kwargs)
         return expression(node.target, args, kwargs)  # type: ignore[arg-type]
-
-    def _read_by(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the tensors that the line of an op reads; that of a head's loss computes the head."""
-        if node not in self.heads:
-            yield from read_by(node)
-            return
-        head, _ = self.heads[node]
-        yield from read_by(head.linear)
-        yield from (o for o in read_by(node) if o not in head.inner)
-
-    def _head_text(self, head: Head, product: Strategy, loss: Strategy, given: Mapping[fx.Node, Placement]) -> str:
-        """Return the expression of a head and its loss, on local tensors."""
-        needs = [*zip(operands(head.linear), product.needs, strict=True), (operands(head.loss)[1], loss.needs[1])]
-        x, weight, *bias, labels = (SourceText(self.read(o, given[o], p)) for o, p in needs)
-        call, function = op_call(head.loss), LOSSES[head.loss.target]
-        options: dict[str, object] = {"tp": SourceText("tp")} if loss.implementation else {}
-        for place, (name, default) in enumerate((("ignore_index", -100), ("label_smoothing", 0.0)), start=2):
-            if (value := call.arg(place, name, default)) != default:
-                options[name] = value
-        own = torch.promote_types(info(operands(head.linear)[0]).dtype, torch.float32)
-        options |= {"dtype": head.computed_in} if head.computed_in != own else {}
-        text = call_text(f"ops.{function.__name__}", (x, weight, labels, *bias), options)
-        narrower = info(head.loss).dtype != head.computed_in
-        return f"{text}.to({info(head.loss).dtype})" if narrower else text
 
     def _random(self, node: fx.Node, strategy: Strategy) -> str:
         self.dropout = True

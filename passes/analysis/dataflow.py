@@ -170,8 +170,11 @@ def _joined(head: Head, steps: Mapping[fx.Node | None, DataflowStep]) -> Dataflo
     taken, target = (x, weight, loss.operands[1], *bias), LOSSES[head.loss.target]
     call = OpCall(target, tuple(v.info for v in taken), {"dtype": head.computed_in}, loss.call.outputs)
     split = divides(x.placement, x.info.shape)
-    norm = Storage(f"{loss.name}:norm", x.info.shape[:-1], head.computed_in, split)
-    saved = tuple(dict.fromkeys((*(v.storage for v in taken), norm)))
+    rows = loss.operands[0].info.shape[:-1]
+    extra = [Storage(f"{loss.name}:norm", rows, head.computed_in, split)]
+    if head.slices:  # a copy of these rows
+        extra.append(Storage(f"{loss.name}:rows", (*rows, x.info.shape[-1]), x.info.dtype, split))
+    saved = tuple(dict.fromkeys((*(v.storage for v in taken), *extra)))
     return DataflowStep(head.loss, target.__name__, taken, loss.outputs, saved, ranks=split, call=call)
 
 

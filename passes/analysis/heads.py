@@ -1,6 +1,6 @@
 """Heads of a model: a product whose logits only a cross entropy reads, so that no rank needs them whole at once.
 
-    linear(x, W) ─► casts to wider types ─► cross_entropy(logits, labels)
+    linear(x, W) ─► casts to wider types, slices of rows ─► cross_entropy(logits, labels)
 
 The policy "logits" (`activations.py`) computes a head as one op, `ops.linear_cross_entropy`. Where any op besides reads
 the logits, where ranks exchange them (partial values), or where they go to another segment, they are needed whole.
@@ -15,8 +15,7 @@ from torch import fx
 
 from autoptd.ops import library as ops
 from autoptd.passes.fold import Segment
-from autoptd.passes.graph import info, operands
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.graph import info, op_call, operands
 from autoptd.passes.sharding.sharding import KindSharding, ops_of
 
 aten = torch.ops.aten
@@ -25,7 +24,7 @@ LOSSES = {ops.cross_entropy: ops.linear_cross_entropy, ops.row_cross_entropy: op
 
 @dataclass(frozen=True)
 class Head:
-    """A head's `linear`, the casts `between`, and its `loss`."""
+    """A head's `linear`, the casts and slices `between`, and its `loss`."""
 
     linear: fx.Node
     between: tuple[fx.Node, ...]
@@ -35,6 +34,11 @@ class Head:
     def inner(self) -> tuple[fx.Node, ...]:
         """The nodes whose results never exist whole."""
         return self.linear, *self.between
+
+    @property
+    def slices(self) -> tuple[fx.Node, ...]:
+        """The slices of rows, as that of all tokens but the last, which may as well be taken before the product."""
+        return tuple(node for node in self.between if node.target is aten.slice.Tensor)
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -54,15 +58,25 @@ def _head(loss: fx.Node, segment: Segment) -> Head | None:
     while set(node.users) == {reader} and node in segment.nodes and node not in segment.sends:
         if node.target is aten.linear.default:
             return Head(node, tuple(between), loss) if operands(loss)[1] is not operands(loss)[0] else None
-        if node.target is not aten.to.dtype or not _widens(info(operands(node)[0]), info(node)):
+        if not _widens(node) and not _takes_rows(node):
             return None
         between.insert(0, node)
         node, reader = operands(node)[0], node
     return None
 
 
-def _widens(before: TensorInfo, after: TensorInfo) -> bool:
-    return torch.promote_types(before.dtype, after.dtype) == after.dtype and before.dtype.is_floating_point
+def _widens(node: fx.Node) -> bool:
+    if node.target is not aten.to.dtype:
+        return False
+    before, after = info(operands(node)[0]).dtype, info(node).dtype
+    return before.is_floating_point and torch.promote_types(before, after) == after
+
+
+def _takes_rows(node: fx.Node) -> bool:
+    if node.target is not aten.slice.Tensor:
+        return False
+    dim = op_call(node).arg(1, "dim", 0)
+    return isinstance(dim, int) and dim % info(node).ndim != info(node).ndim - 1
 
 
 def _stays(head: Head, segment: Segment, decided: KindSharding) -> bool:

@@ -40,7 +40,6 @@ from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.opcall import Chunked, OpCall, Size, TensorInfo
 from autoptd.passes.rules.prove import as_list, frozen
 
-
 HEADS = frozenset({ops.linear_cross_entropy, ops.linear_row_cross_entropy})
 
 
