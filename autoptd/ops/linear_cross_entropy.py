@@ -6,9 +6,10 @@
     backward   z_c again                 d_c = exp(z_c - L) - onehot
                dW_c = d_cᵀ (g x)         dx = g Σ_c d_c W_c
 
-with the gradient g of each row's loss, which multiplies x and dx instead of the far wider d. What is saved is x, W and L, one number per row. Chunks are of columns, not of rows: each dW_c is then a whole product,
-rounded once, where chunks of rows would add up parts of dW, of the weight's size and in float32; and over a vocabulary
-split over ranks, M and S are combined once, with the two all-reduces that whole logits take too.
+with the gradient g of each row's loss, which multiplies x and dx instead of the far wider d. What is saved is x, W and
+L, one number per row. Chunks are of columns, not of rows: each dW_c is then a whole product, rounded once, where chunks
+of rows would add up parts of dW, of the weight's size and in float32; and over a vocabulary split over ranks, M and S
+are combined once, with the two all-reduces that whole logits take too.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 spread += z.sum(-1)
             before, largest = largest, torch.maximum(largest, z.amax(-1))
             total = total * (before - largest).exp_() + z.sub_(largest.unsqueeze(-1)).exp_().sum(-1)
+            del z  # before the next chunk exists
         if tp is not None:
             own, largest = largest, tp.max(largest.clone())
             total, at_label, spread = tp.sum(torch.stack((total * (own - largest).exp_(), at_label, spread)))
@@ -143,6 +145,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 to_bias[part] = z.t() @ scale.squeeze(-1).to(z.dtype)
             if to_x is not None:
                 _add_product(to_x, z, weight[part])
+            del z
         return None if to_x is None else to_x.mul_(scale).to(x.dtype), to_weight, to_bias, None, None, None, None, None
 
 

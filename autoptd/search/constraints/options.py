@@ -60,8 +60,8 @@ KNOWN = (
 class SearchOptions(ExecutionOptions):
     """The options of an execution, and those of its search. The search chooses `recompute` and `sums` in a plan.
 
-    loss           of `ExecutionOptions`, or "auto": in place if tp cuts the vocabulary (our own kernel), else kept, where the search
-                   does not recompute logits; "chunked": it does so for every head
+    loss           of `ExecutionOptions`; "chunked": policy "logits" for all heads; "auto": that policy where it pays,
+                   else in place if tp cuts the vocabulary (our own kernel), else kept
     cp             ranks that share the tokens of a sample
     ep             ranks that hold different experts and send each other rows
     etp            tp ranks that share each expert: 1 or all of tp (0)
@@ -69,7 +69,8 @@ class SearchOptions(ExecutionOptions):
     stages         "balanced" by time, "even" numbers of blocks, or whole "layers", balanced by time
     memory         "check": refuse plans that do not fit; "ignore": predict them too
     headroom       share of a device's memory that the prediction leaves free, by default for its error
-    policies       that blocks may choose from, of recomputation: "selective", "ops", "full", "logits"; or "offload" to the host
+    policies       that blocks may choose from, of recomputation: "selective", "ops", "full", "logits"; or "offload" to
+                   the host
     starts         first segment of every stage but the first, if cut by hand; empty: the cut is searched
     uncut          segments that no stage may begin with
     cut_solver     of the cut into stages: "dynamic" programming, or the integer program ("ilp"); both find the optimum
