@@ -55,14 +55,18 @@ def heads_of(segment: Segment, decided: KindSharding) -> tuple[Head, ...]:
 def _head(loss: fx.Node, segment: Segment) -> Head | None:
     between: list[fx.Node] = []
     node, reader = operands(loss)[0], loss
-    while set(node.users) == {reader} and node in segment.nodes and node not in segment.sends:
+    while _reads_alone(node, reader, segment):
         if node.target is aten.linear.default:
-            return Head(node, tuple(between), loss) if operands(loss)[1] is not operands(loss)[0] else None
+            return Head(node, tuple(between), loss)
         if not _widens(node) and not _takes_rows(node):
             return None
         between.insert(0, node)
         node, reader = operands(node)[0], node
     return None
+
+
+def _reads_alone(node: fx.Node, reader: fx.Node, segment: Segment) -> bool:
+    return set(node.users) == {reader} and node in segment.nodes and node not in segment.sends
 
 
 def _widens(node: fx.Node) -> bool:
