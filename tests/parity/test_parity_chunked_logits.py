@@ -1,4 +1,4 @@
-"""Heads in chunks of the vocabulary: the numbers of one process, on every axis; and whole logits where these are read."""
+"""Heads in chunks of the vocabulary: the numbers of one process on every axis; whole logits where these are read."""
 
 from __future__ import annotations
 
