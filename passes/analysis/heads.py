@@ -1,6 +1,6 @@
 """Heads of a model: a product whose logits only a cross entropy reads, so that no rank needs them whole at once.
 
-    linear(x, W) ─► casts to wider types, slices of rows ─► cross_entropy(logits, labels)
+    linear(x, W) ─► casts to wider types, slices of rows, rows of all dims as one ─► cross_entropy(logits, labels)
 
 The policy "logits" (`activations.py`) computes a head as one op, `ops.linear_cross_entropy`. Where any op besides reads
 the logits, where ranks exchange them (partial values), or where they go to another segment, they are needed whole.
@@ -9,6 +9,7 @@ the logits, where ranks exchange them (partial values), or where they go to anot
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -24,7 +25,7 @@ LOSSES = {ops.cross_entropy: ops.linear_cross_entropy, ops.row_cross_entropy: op
 
 @dataclass(frozen=True)
 class Head:
-    """A head's `linear`, the casts and slices `between`, and its `loss`."""
+    """A head's `linear`, the casts, slices and reshapes `between`, and its `loss`."""
 
     linear: fx.Node
     between: tuple[fx.Node, ...]
@@ -58,7 +59,8 @@ def _head(loss: fx.Node, segment: Segment) -> Head | None:
     while _reads_alone(node, reader, segment):
         if node.target is aten.linear.default:
             return Head(node, tuple(between), loss)
-        if not _widens(node) and not _takes_rows(node):
+        sliced = any(map(_takes_rows, between))  # of rows as they are after a reshape
+        if not (_widens(node) or _takes_rows(node) or (_merges_rows(node) and not sliced)):
             return None
         between.insert(0, node)
         node, reader = operands(node)[0], node
@@ -83,10 +85,13 @@ def _takes_rows(node: fx.Node) -> bool:
     return isinstance(dim, int) and dim % info(node).ndim != info(node).ndim - 1
 
 
+def _merges_rows(node: fx.Node) -> bool:
+    if node.target is not aten.reshape.default:
+        return False
+    return info(node).shape[-1] == info(operands(node)[0]).shape[-1]
+
+
 def _stays(head: Head, segment: Segment, decided: KindSharding) -> bool:
     """Return whether logits go from the product to the loss without a conversion."""
     at = {node: decided.strategies[i] for i, node in ops_of(segment) if node in (*head.inner, head.loss)}
-    placed = at[head.linear].gives[0]
-    return all(at[node].needs[0] == placed == at[node].gives[0] for node in head.between) and (
-        at[head.loss].needs[0] == placed
-    )
+    return all(at[a].gives[0] == at[b].needs[0] for a, b in pairwise((*head.inner, head.loss)))
