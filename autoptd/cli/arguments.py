@@ -39,7 +39,7 @@ FIXABLE: dict[str, Callable[[str], object] | tuple[str, ...]] = {
     "dropout": ("exact", "fast"),
     "fp8": ("mxfp8", "tensor", "block"),
     "routing": ("balanced", "natural"),
-    "loss": ("auto", "kept", "in_place"),
+    "loss": ("auto", "kept", "in_place", "chunked"),
     "gathers": ("kept", "again"),
     "gradients": ("main", "compute", "both", "fused"),
     "bucket_bytes": int,

@@ -103,6 +103,7 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     body.fast_dropout = layout.fast_dropout
     if layout.loss_in_place:
         body.in_place = in_place_of(piece.segments, sharding, piece.policy, layout.regather)
+    body.joins_heads = piece.policy == "logits"
     name = passed_on(folded, piece)
     given = {n: body.names.fresh(name or variable(n)) for n in piece.receives}
     given |= {n: body.names.fresh(argument_hint(folded, n)) for n in (*piece.prelude, *foreign)}

@@ -21,6 +21,7 @@ from autoptd.codegen.quoting import is_name, plain_name
 from autoptd.codegen.recompute import flow_of, recomputation_of
 from autoptd.errors import PlanFileError, TraceError
 from autoptd.passes.analysis.activations import recomputed_steps
+from autoptd.passes.analysis.heads import heads_of
 from autoptd.passes.blocks import LayerBlock, find_blocks, owned_by_blocks
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import module_stack
@@ -206,6 +207,8 @@ def effective_policy(segments: tuple[Segment, ...], sharding: Sharding, policy: 
     """Return the policy, or "none" if it recomputes no op of these segments."""
     if policy == "selective" and not recomputed_steps(flow_of(segments, sharding).steps, policy):
         return "none"
+    if policy == "logits" and not any(heads_of(s, sharding.kinds[s.kind]) for s in segments):
+        return "none"
     return policy
 
 
@@ -223,11 +226,12 @@ def _by_policy(segments: tuple[Segment, ...], recompute: Mapping[int, str]) -> I
 def _piece(
     layout: BlockNames, block: LayerBlock, group: tuple[Segment, ...], policy: str, keeps: bool
 ) -> BlockSegments:
-    name = layout.classes[block.like] if block.unit.count > 1 or policy != "none" else ""
+    name = layout.classes[block.like] if block.unit.count > 1 or policy not in ("none", "logits") else ""
     low, high = group[0].index - block.first, group[-1].index - block.first
     if name and len(group) < block.length:
         name += f"Part{low + 1}" if low == high else f"Parts{low + 1}To{high + 1}"
     # "full" changes nothing within a block that decides nothing
-    name += policy.title() if policy in ("selective", "ops") or (policy == "full" and keeps) else ""
+    partly = policy in ("selective", "ops", "logits") or (policy == "full" and keeps)
+    name += policy.title() if name and partly else ""
     model = block.model(layout.folded)[low : high + 1]
     return BlockSegments(group, name, layout.prefixes[block.first], policy, model)

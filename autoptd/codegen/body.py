@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autoptd.codegen.expressions import SourceText, call_text, expression, size_text, value_text
+from autoptd.codegen.heads import head_text, line_reads
 from autoptd.codegen.names import TAKEN, Names, hint, read_by, reads_in_place
 from autoptd.codegen.quoting import code_of
 from autoptd.codegen.random_keys import ATTENTION, keyed
@@ -24,6 +25,7 @@ from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs
 from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
 from autoptd.ops import library as ops
 from autoptd.ops.random import DRAWS
+from autoptd.passes.analysis.heads import Head, heads_of
 from autoptd.passes.analysis.overwriting import WIDE
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, op_name, operands
@@ -59,6 +61,8 @@ class Body:
     recomputation: Recomputation = field(default_factory=Recomputation)  # recomputed and kept ops of these segments
     in_place: Mapping[str, bool] = field(default_factory=dict)  # losses in place; False: in a copy of the logits
     fast_dropout: bool = False  # attention draws its masks by torch's kernel
+    joins_heads: bool = False  # each head is one op, `ops.linear_cross_entropy`
+    heads: Mapping[fx.Node, Head] = field(default_factory=dict)  # those of the current segment, by their losses
     wanted: Mapping[fx.Node, set[Placement]] = field(default_factory=dict)  # placements read of each made tensor
 
     @property
@@ -112,16 +116,24 @@ class Body:
         given |= dict(zip(segment.parameters, decided.parameters, strict=True))
         given |= dict(zip(segment.receives, decided.receives, strict=True))
         self.wanted = _wanted(segment, decided)
+        heads = heads_of(segment, decided) if self.joins_heads else ()
+        strategies = {segment.nodes[i]: strategy for i, strategy in decided.strategies.items()}
+        self.heads = {head.loss: head for head in heads}
+        inner = {node for head in heads for node in head.inner}
         before = set(self.held)
         runs = runs_of(list(ops_of(segment)), self.recomputation.core, self.recomputation.views)
-        last_use = {o: i for _, run in runs for i, n in run for o in read_by(n)}
+        last_use = {o: i for _, run in runs for i, n in run for o in line_reads(n, self.heads.get(n))}
         sent = {*segment.sends, *(o for n in segment.sends if reads_in_place(n) for o in read_by(n))}
         local = set(segment.nodes) - sent
 
         def write(i: int, node: fx.Node) -> None:
             self.at = (segment.index, i)
-            done = [o for o in dict.fromkeys(read_by(node)) if o in local and last_use[o] == i]
-            self._op(node, decided.strategies[i], given, done)
+            if node in inner:
+                given[node] = decided.strategies[i].gives[0]
+                return
+            done = [o for o in dict.fromkeys(line_reads(node, self.heads.get(node))) if o in local and last_use[o] == i]
+            text = head_text(self, self.heads[node], strategies, given) if node in self.heads else ""
+            self._op(node, decided.strategies[i], given, done, text)
 
         for is_core, run in runs:
             if is_core:
@@ -164,10 +176,18 @@ class Body:
         lines, self.lines = self.lines, outer
         self.lines += core_lines(self.names.fresh("core"), lines, known, results)
 
-    def _op(self, node: fx.Node, strategy: Strategy, given: dict[fx.Node, Placement], done: Sequence[fx.Node]) -> None:
-        """Write one op; `done` are the operands that no later op reads."""
-        texts = [SourceText(self.read(o, given[o], p)) for o, p in zip(operands(node), strategy.needs, strict=True)]
-        text = self.op_text(node, strategy, texts)
+    def _op(
+        self,
+        node: fx.Node,
+        strategy: Strategy,
+        given: dict[fx.Node, Placement],
+        done: Sequence[fx.Node],
+        text: str = "",
+    ) -> None:
+        """Write one op; `done` are the operands that no later op reads, `text` its expression if it is not its own."""
+        if not text:
+            needs = zip(operands(node), strategy.needs, strict=True)
+            text = self.op_text(node, strategy, [SourceText(self.read(o, given[o], p)) for o, p in needs])
         text = self.recomputation.written(node, text)
         note = f"  # {implementation_note(strategy)}" if strategy.implementation else _summed_note(node)
         outputs = _outputs(node)

@@ -81,7 +81,7 @@ def in_place_of(
 
 
 def _of_policy(segments: Sequence[Segment], sharding: Sharding, policy: str) -> Recomputation:
-    if policy in ("none", "offload"):
+    if policy in ("none", "offload", "logits"):
         return Recomputation()
     steps = flow_of(segments, sharding).steps
     repeated = recomputed_steps(steps, policy)

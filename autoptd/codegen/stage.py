@@ -163,7 +163,8 @@ def _write_piece(
 ) -> None:
     if not piece.block:
         _flush(writer)
-        how = piece.segments, writer.sharding, "none", writer.layout.regather
+        writer.body.joins_heads = piece.policy == "logits"
+        how = piece.segments, writer.sharding, piece.policy, writer.layout.regather
         writer.body.recomputation = recomputation_of(*how)
         writer.body.in_place = in_place_of(*how) if writer.layout.loss_in_place else {}
         for segment in piece.segments:

@@ -81,7 +81,8 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
                 dtype=tensor.dtype,
                 updated=node.name in folded.updates.values,
             )
-    indices = {i for s in plan.stages for i, policy in plan.policies(s).items() if policy != "selective"}
+    called = {i: policy for s in plan.stages for i, policy in plan.policies(s).items()}
+    indices = [i for i, policy in called.items() if policy not in ("selective", "logits")]
     recomputed = {traced.parameters[p.name] for i in indices for p in folded.segments[i].parameters}
     experts = expert_parameters(folded) if plan.mesh.ep > 1 else {}
     order = list(dict.fromkeys(traced.parameters[p.name] for s in folded.segments for p in s.parameters))

@@ -52,6 +52,7 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     notes += update_notes(source)
     notes += whole_notes(answer.staged)
     notes += attention_notes(source, answer.staged)
+    notes += head_notes(answer.staged)
     notes += _embedding_notes(source, answer)
     notes += _context_notes(source, answer)
     notes += _expert_notes(answer)
@@ -161,6 +162,17 @@ def _fast_dropout_notes(staged: Staged, count: int) -> list[str]:
     return [
         f"{_subject(count)} dropped by the kernel's own masks (dropout fast): they depend on the plan, so that another "
         "plan trains with other ones, and verify has nothing to compare with"
+    ]
+
+
+def head_notes(staged: Staged) -> list[str]:
+    """Return a note if logits in chunks were asked for, and no head has them."""
+    used = (policy for stage in staged.solution.policies for policy in stage.values())
+    if staged.method.loss != "chunked" or "logits" in used:
+        return []
+    return [
+        "loss chunked has no effect: chunks are of the vocabulary, for logits that one product computes, nothing but a "
+        "cross entropy reads, and ranks do not exchange under these splits"
     ]
 
 

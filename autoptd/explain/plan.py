@@ -132,7 +132,9 @@ def method(plan: PlanData) -> str:
     options = plan.method
     overlap = f"{', '.join(options.overlap) or 'nothing'} overlapped with compute"
     parts = [f"{options.kernels} kernels", _GRADIENTS[options.gradients], overlap]
-    if options.loss != "kept":
+    if "logits" in plan.partial:
+        parts.append("logits in chunks of the vocabulary")
+    elif options.loss != "kept":
         parts.append("in-place loss")
     if options.attention != "torch":
         parts.append(f"{options.attention} attention")

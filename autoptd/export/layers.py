@@ -107,8 +107,9 @@ def _move(plan: Plan, stage: int, unit: int, count: int) -> str:
 
 
 def recomputed(plan: Plan) -> dict[int, str]:
-    """Return the policy ("full", "selective" or "ops") of each recomputed segment."""
-    return {i: policy for stage in plan.stages for i, policy in sorted(plan.policies(stage).items())}
+    """Return the policy ("full", "selective", "ops" or "offload") of each segment that has one; heads have none."""
+    found = (item for stage in plan.stages for item in sorted(plan.policies(stage).items()))
+    return {i: policy for i, policy in found if policy != "logits"}
 
 
 def whole_layers(plan: Plan, layers: Layers) -> dict[int, str]:

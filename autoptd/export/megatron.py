@@ -305,7 +305,9 @@ def _kernels(plan: Plan) -> Items:
         yield "attention is planned with the Triton kernels of FlashAttention 1: Megatron-LM's are newer"
     if method.kernels != "fused":
         yield f"{method.kernels} kernels are planned: Megatron-LM's are fused by hand, so times will differ"
-    if method.loss == "kept":
+    if "logits" in plan.partial:
+        yield "logits are planned in chunks of the vocabulary: here they are whole, which takes more memory"
+    elif method.loss == "kept":
         yield "the logits and their gradient are both held: Megatron-LM writes the gradient in place, for less memory"
 
 

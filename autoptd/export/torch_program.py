@@ -298,7 +298,9 @@ def _differences(plan: Plan) -> Iterator[str]:
         yield f"{method.kernels} kernels are planned: this program runs torch's own; compile modules with torch.compile"
     if method.attention != "torch":
         yield f"attention with {method.attention} kernels is planned: this program uses the model's own call"
-    if method.loss != "kept":
+    if "logits" in plan.partial:
+        yield "logits are planned in chunks of the vocabulary: here they are whole, which takes more memory"
+    elif method.loss != "kept":
         yield "the gradient of the logits is planned in place of the logits: that is up to loss_fn"
     if method.bucket_bytes:
         yield f"buckets of {method.bucket_bytes} bytes are planned: FSDP's buckets are layers"

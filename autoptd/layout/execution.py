@@ -44,7 +44,7 @@ class ExecutionOptions:
     # read by pydantic where a plan holds these options
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "revalidate_instances": "always"}
 
-    recompute: Literal["full", "selective", "ops", "offload"] = "full"
+    recompute: Literal["full", "selective", "ops", "logits", "offload"] = "full"
     overlap: tuple[Literal["dp", "ep", "p2p", "tp"], ...] = ("p2p",)
     kernels: Literal["eager", "fused", "compiled"] = "eager"
     loss: Literal["kept", "in_place"] = "kept"

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoptd.errors import RuntimeFault
-from autoptd.ops.group import Group
-from autoptd.ops.transfer import on_device
+from autoptd.ops.group import Group, on_device
 
 
 class Experts:

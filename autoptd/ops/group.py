@@ -1,4 +1,5 @@
-"""`Group`, the interface of collectives among the ranks of one axis, and the group of one rank."""
+"""`Group`, the interface of collectives among the ranks of one axis, and the group of one rank; numbers that the host
+makes on a device."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 Reduction: TypeAlias = Literal["sum", "max"]
@@ -113,3 +115,11 @@ class SingleRankGroup:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return x
+
+
+def on_device(numbers: Tensor | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device. Does not wait for a GPU, as a copy of unpinned memory does."""
+    found = torch.as_tensor(numbers, dtype=dtype)
+    if device.type == "cuda" and found.device.type == "cpu":
+        return found.pin_memory().to(device, non_blocking=True)
+    return found.to(device)

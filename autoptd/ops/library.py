@@ -24,6 +24,7 @@ from autoptd.ops.context_attention import ring_attention, ulysses_attention
 from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
 from autoptd.ops.fused_attention import tile_kernel
 from autoptd.ops.group import SingleRankGroup
+from autoptd.ops.linear_cross_entropy import LOGITS, linear_cross_entropy, linear_row_cross_entropy
 from autoptd.ops.random import DRAWS, dropout_mask, exponential, integers, normal, uniform
 from autoptd.ops.tp_axis import Axis
 
@@ -32,6 +33,7 @@ _ALONE = Axis(SingleRankGroup())
 # imported from here by emitted programs and by passes
 __all__ = [
     "DRAWS",
+    "LOGITS",
     "MICROBATCH",
     "SCORES",
     "DropoutKey",
@@ -40,6 +42,8 @@ __all__ = [
     "dropout_mask",
     "exponential",
     "integers",
+    "linear_cross_entropy",
+    "linear_row_cross_entropy",
     "normal",
     "ring_attention",
     "tile_kernel",

@@ -80,7 +80,7 @@ class StagePlan(Part):
     recompute: tuple[Index, ...] = ()  # segments with a policy: recomputed in backward, or offloaded
     device: str = ""  # device type, in a cluster of several types
     policies: tuple[
-        Literal["full", "selective", "ops", "offload"], ...
+        Literal["full", "selective", "ops", "logits", "offload"], ...
     ] = ()  # per `recompute`; (): all method.recompute
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from autoptd.errors import InputsError
 from autoptd.layout.layout import Layout
 from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
-from autoptd.ops.transfer import on_device
+from autoptd.ops.group import on_device
 from autoptd.runtime.batch import (
     Microbatch,
     by_sample,

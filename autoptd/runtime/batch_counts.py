@@ -25,9 +25,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autoptd.ops.group import Group
+from autoptd.ops.group import Group, on_device
 from autoptd.ops.stage import Count, Stage
-from autoptd.ops.transfer import on_device
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.comm.interfaces import Communicators
 

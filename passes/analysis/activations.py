@@ -6,6 +6,8 @@
     ops         saves the results of attention and of every other product with a weight, counted through the block in
                 program order; recomputes the rest (torchtitan's `selective` with option `op`, parallelize_llama.py)
     full        saves the block's inputs (Chen et al. 2016)
+    logits      saves what enters a head, and a number per row, instead of logits; both passes compute them in chunks of
+                the vocabulary, as one op with the loss (`heads.py`, ops/linear_cross_entropy.py)
     offload     keeps in host memory what `none` saves, except received tensors without gradient, which all blocks share
 
 None recomputes a decision: an op that makes integers of floating-point numbers, or sorts, as the choice of experts. A
@@ -26,7 +28,7 @@ import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.analysis.dataflow import RANKS, DataflowStep, Flow, Number, Storage, Value, flow
+from autoptd.passes.analysis.dataflow import RANKS, DataflowStep, Flow, Number, Storage, Value, flow, join_heads
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.analysis.saved_tensors import ATTENTION
 from autoptd.passes.fold import Folded, Segment
@@ -34,7 +36,7 @@ from autoptd.passes.graph import is_float, op_name
 from autoptd.passes.opcall import Size
 from autoptd.passes.sharding.sharding import KindSharding
 
-POLICIES = ("none", "selective", "ops", "full", "offload")
+POLICIES = ("none", "selective", "ops", "full", "logits", "offload")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def saved_activations(
 
 def saved_in_flow(region: Flow, policy: str = "none", *, regather: bool = False) -> tuple[SavedActivations, ...]:
     """Return what the segments of a flow save per microbatch. Raises ValueError."""
+    if policy == "logits":
+        return saved_in_flow(join_heads(region))
     if policy == "offload":
         shared = {v.storage for v in region.received if not v.info.requires_grad}
         return tuple(kept for kept in saved_in_flow(region) if kept.storage in shared)
@@ -132,7 +136,10 @@ def recomputed(
     `early_stop`: a full recompute ends once it has what the backward pass reads, before the last op that saves its
     operands (torch.utils.checkpoint without reentrance); Megatron's runs to the end. Raises ValueError.
     """
-    steps = flow(segments, kinds).steps
+    region = flow(segments, kinds)
+    if policy == "logits":
+        return [head.linear for head in region.heads]
+    steps = region.steps
     found = recomputed_steps(steps, policy)
     if policy == "full" and early_stop:
         saving = [i for i, s in enumerate(steps) if s.saved]
@@ -146,7 +153,7 @@ def recomputed(
 def recomputed_steps(steps: Sequence[DataflowStep], policy: str) -> list[DataflowStep]:
     """Return the steps that a policy recomputes, conversions and views included. Raises ValueError."""
     match policy:
-        case "none" | "offload":
+        case "none" | "offload" | "logits":
             return []
         case "full":
             return [s for s in steps if not decides(s)]

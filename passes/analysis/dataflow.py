@@ -22,6 +22,7 @@ from torch import fx
 
 from autoptd.layout.placements import B, O, Placement, Split, conversion
 from autoptd.passes.analysis.flops import is_view
+from autoptd.passes.analysis.heads import LOSSES, Head, heads_of
 from autoptd.passes.analysis.saved_tensors import ATTENTION, is_off, saved_tensors
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import infos, op_name, operands
@@ -138,6 +139,7 @@ class Flow:
     received: tuple[Value, ...]
     steps: tuple[DataflowStep, ...]
     sent: tuple[Value, ...]
+    heads: tuple[Head, ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict, compare=False)  # cache of `liveness.py`: equal for all policies
 
 
@@ -148,7 +150,32 @@ def flow(segments: Sequence[Segment], kinds: Mapping[str, KindSharding]) -> Flow
         writer.segment(segment, kinds[segment.kind])
     inside = {n for s in segments for n in s.nodes}
     sent = [writer.values[n] for s in segments for n in s.sends if any(u not in inside for u in n.users) or not n.users]
-    return Flow(tuple(writer.received), tuple(writer.steps), tuple(sent))
+    heads = tuple(head for s in segments for head in heads_of(s, kinds[s.kind]))
+    return Flow(tuple(writer.received), tuple(writer.steps), tuple(sent), heads)
+
+
+def join_heads(region: Flow) -> Flow:
+    """Return the dataflow in which each head is one op, which saves its operands and a number per row."""
+    steps, joined = {step.node: step for step in region.steps if step.node is not None}, list(region.steps)
+    for head in region.heads:
+        inner = {id(steps[node]) for node in head.inner}
+        joined = [_joined(head, steps) if s.node is head.loss else s for s in joined if id(s) not in inner]
+    return Flow(region.received, tuple(joined), region.sent)
+
+
+def _joined(head: Head, steps: Mapping[fx.Node | None, DataflowStep]) -> DataflowStep:
+    product, loss = steps[head.linear], steps[head.loss]
+    assert loss.call is not None
+    x, weight, *bias = product.operands
+    taken, target = (x, weight, loss.operands[1], *bias), LOSSES[head.loss.target]
+    call = OpCall(target, tuple(v.info for v in taken), {"dtype": head.computed_in}, loss.call.outputs)
+    split = divides(x.placement, x.info.shape)
+    rows = loss.operands[0].info.shape[:-1]
+    extra = [Storage(f"{loss.name}:norm", rows, head.computed_in, split)]
+    if head.slices:  # a copy of these rows
+        extra.append(Storage(f"{loss.name}:rows", (*rows, x.info.shape[-1]), x.info.dtype, split))
+    saved = tuple(dict.fromkeys((*(v.storage for v in taken), *extra)))
+    return DataflowStep(head.loss, target.__name__, taken, loss.outputs, saved, ranks=split, call=call)
 
 
 class _DataflowWriter:

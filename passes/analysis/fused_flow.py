@@ -68,6 +68,7 @@ def fused_flow(region: Flow, segments: Sequence[Segment], facts: Mapping[str, Ke
         tuple(map(write.value, region.received)),
         tuple(map(write.step, region.steps)),
         tuple(map(write.value, region.sent)),
+        region.heads,
     )
 
 

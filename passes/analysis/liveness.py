@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import SavedActivations, recomputed_steps, saved_in_flow
-from autoptd.passes.analysis.dataflow import GRADIENT_OF, DataflowStep, Flow, Number, Storage, Value, flow
+from autoptd.passes.analysis.dataflow import GRADIENT_OF, DataflowStep, Flow, Number, Storage, Value, flow, join_heads
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.analysis.lifetimes import Lifetimes, LifetimeWriter, Moment, most_bytes
 from autoptd.passes.analysis.overwriting import losses_in_place
@@ -138,6 +138,8 @@ def walk(
 
 def walk_flow(region: Flow, policy: str = "none", *, regather: bool = False, in_place_loss: bool = False) -> Walk:
     """Return the moments of the segments of a flow; see `walk`."""
+    if policy == "logits":
+        return walk_flow(join_heads(region))
     regather = regather and policy != "offload"
     saved = saved_in_flow(region, policy, regather=regather)
     everything = saved_in_flow(region, "none", regather=regather)

@@ -9,6 +9,8 @@ backward. Kernels of an accelerator allocate the same as their meta versions, ex
                 not fused and takes a chunk of scores (`attention.py`)
     dropout     nothing, since it is one kernel; and so for other random numbers
     rms_norm    nothing, likewise
+    a head      a chunk of logits, in the type of the product and in that of the loss; in backward the operand times the
+                gradient, the sum of the operand's gradients over the chunks, and the last of these
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.passes.opcall import Chunked, OpCall, Size, TensorInfo
 from autoptd.passes.rules.prove import as_list, frozen
 
+HEADS = frozenset({ops.linear_cross_entropy, ops.linear_row_cross_entropy})
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -57,9 +61,20 @@ def workspace(call: OpCall) -> Workspace:
             return Workspace((first,), (second,))
         accumulator = TensorInfo(query.shape, torch.float32, False)
         return Workspace(backward=(accumulator, TensorInfo(query.shape[:-1], torch.float32, False)))
+    if call.target in HEADS:
+        return _of_head(call)
     if call.target in DROPOUT | RMS_NORM | ops.DRAWS:
         return Workspace()
     return _observe(call.target, frozen(call.args), frozen(tuple(call.kwargs.items())), call.outputs)
+
+
+def _of_head(call: OpCall) -> Workspace:
+    (x, weight), dtype = call.operands[:2], call.kwargs["dtype"]
+    logits, size = (*x.shape[:-1], weight.shape[0]), dtype.itemsize + (dtype != x.dtype) * x.dtype.itemsize
+    chunk = Chunked((size, *logits), torch.uint8, False, max_elements=size * ops.LOGITS)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = () if wide == x.dtype else (TensorInfo(x.shape, wide, False), x)
+    return Workspace((chunk,), (chunk, x, *sums))
 
 
 def _chunk(scores: tuple[Size, ...], nbytes: float) -> TensorInfo:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from autoptd.errors import InputsError, PlanError
 from autoptd.layout.layout import Layout
+from autoptd.ops.group import on_device
 from autoptd.ops.stage import Stage
-from autoptd.ops.transfer import on_device
 from autoptd.runtime.batch import sample_count
 from autoptd.runtime.batch_check import Agreement
 from autoptd.runtime.batch_counts import LossTotal, start_counts

@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "gathers": ("kept", "again"),
     "gradients": GRADIENTS,
     "kernels": KERNELS,
-    "loss": ("auto", "kept", "in_place"),
+    "loss": ("auto", "kept", "in_place", "chunked"),
     "memory": ("check", "ignore"),
     "permutation": ("fused", "added", "weighted", "twice"),
     "recompute": ("auto", "none", "selective", "ops", "full", "offload"),
@@ -61,7 +61,8 @@ KNOWN = (
 class SearchOptions(ExecutionOptions):
     """The options of an execution, and those of its search. The search chooses `recompute` and `sums` in a plan.
 
-    loss           of `ExecutionOptions`, or "auto": in place if tp cuts the vocabulary (our own kernel), else kept
+    loss           of `ExecutionOptions`; "chunked": policy "logits" for all heads; "auto": that policy where it pays,
+                   else in place if tp cuts the vocabulary (our own kernel), else kept
     cp             ranks that share the tokens of a sample
     ep             ranks that hold different experts and send each other rows
     etp            tp ranks that share each expert: 1 or all of tp (0)
@@ -69,13 +70,14 @@ class SearchOptions(ExecutionOptions):
     stages         "balanced" by time, "even" numbers of blocks, or whole "layers", balanced by time
     memory         "check": refuse plans that do not fit; "ignore": predict them too
     headroom       share of a device's memory that the prediction leaves free, by default for its error
-    policies       that blocks may choose from, of recomputation: "selective", "ops", "full"; or "offload" to the host
+    policies       that blocks may choose from, of recomputation: "selective", "ops", "full", "logits"; or "offload" to
+                   the host
     starts         first segment of every stage but the first, if cut by hand; empty: the cut is searched
     uncut          segments that no stage may begin with
     cut_solver     of the cut into stages: "dynamic" programming, or the integer program ("ilp"); both find the optimum
     """
 
-    loss: Literal["auto", "kept", "in_place"] = "auto"  # type: ignore[assignment]
+    loss: Literal["auto", "kept", "in_place", "chunked"] = "auto"  # type: ignore[assignment]
     cp: int = 1
     ep: int = 1
     etp: int = 0
@@ -84,7 +86,7 @@ class SearchOptions(ExecutionOptions):
     stages: str = "balanced"
     memory: str = "check"
     headroom: float = HEADROOM
-    policies: tuple[str, ...] = ("selective", "ops", "full", "offload")
+    policies: tuple[str, ...] = ("selective", "ops", "full", "logits", "offload")
     starts: tuple[int, ...] = ()
     uncut: frozenset[int] = frozenset()
     cut_solver: str = "dynamic"

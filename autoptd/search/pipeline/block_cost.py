@@ -19,7 +19,7 @@ from autoptd.search.pipeline.recompute_options import RecomputeFront, RecomputeO
 from autoptd.search.pipeline.stage_parameters import block_peak, block_pinned
 from autoptd.search.pipeline.windows import Floats, Ints
 
-NONE = "none"
+NONE, LOGITS = "none", "logits"
 Kinds = tuple[str, ...]  # of a block's segments
 RankKey = tuple[tuple[tuple[tuple[Kinds, ...], bool], ...], Alive]  # by chunk
 Relaxed = tuple[tuple[int, ...], tuple[tuple[float, float, float], ...]]  # segments, and options as in `BlockOptions`
@@ -69,10 +69,19 @@ class BlockCosts:
         return [w._replace(peak=w.peak.above(held)) if w.policy == OFFLOAD else w for w in found]
 
     def policies_for(self, block: tuple[int, ...]) -> tuple[str, ...]:
+        heads = self.method.loss in ("auto", "chunked") and self._has_heads(block)
+        if heads and self.method.loss == "chunked":
+            return (LOGITS,)
         if self._wanted in (AUTO, WITH_HOST):
-            with_host = self._wanted == WITH_HOST
-            return (NONE, *(policy for policy in self.method.policies if with_host or policy != OFFLOAD))
+            without = (*[OFFLOAD] * (self._wanted != WITH_HOST), *[LOGITS] * (not heads))
+            return (NONE, *(policy for policy in self.method.policies if policy not in without))
         return (self._wanted,) if self._repeats(block) else (NONE,)
+
+    def _has_heads(self, block: tuple[int, ...]) -> bool:
+        """Return whether a block computes a loss from logits that nothing else reads."""
+        facts, kinds = self.chunks.tensors.workbook.facts, self.chunks.sharded.sharding.kinds
+        of = ((kind, self.folded.representatives[kind], kinds[kind], LOGITS) for kind in self.kinds_of(block))
+        return any(facts.recomputed_ops(*one) for one in of)
 
     def option(self, block: tuple[int, ...], policy: str) -> RecomputeOption:
         segments = [self.folded.segments[i] for i in block]

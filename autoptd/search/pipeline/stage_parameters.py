@@ -142,7 +142,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def loss_of(method: SearchOptions, folded: Folded, sharding: Sharding) -> str:
-    """Return `"kept"` or `"in_place"`, with `"auto"` resolved for this sharding."""
-    if method.loss != "auto":
+    """Return `"kept"` or `"in_place"`, resolved for this sharding where none is fixed."""
+    if method.loss in ("kept", "in_place"):
         return method.loss
     return "in_place" if cuts_logits(folded, sharding) else "kept"

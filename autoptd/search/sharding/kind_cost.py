@@ -15,7 +15,7 @@ from autoptd.cost_models.op_time import OpWork, op_s
 
 Works = tuple[OpWork, ...]
 Collectives = tuple[tuple[str, int], ...]  # (name, bytes of the whole tensor)
-PARTIAL = ("selective", "ops")  # policies that recompute a part of a segment
+PARTIAL = ("selective", "ops", "logits")  # policies that recompute a part of a segment
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -132,11 +132,14 @@ class Splitter:
             whole=self._pins.whole,
             sequence_parallel=task.constraints.sequence_parallel,
             second_per_byte=self._byte_s(c),
-            policies=tuple(
-                p for p in PARTIAL if p == wanted or (wanted in (None, "auto") and p in self._method.policies)
-            ),
+            policies=tuple(p for p in PARTIAL if p in self._policies(wanted)),
             world=0 if is_even(self._unlimited, c.tp, 1) else task.world,
         )
+
+    def _policies(self, wanted: object) -> Collection[str]:
+        """Return the recompute policies that blocks may have if `wanted` is fixed."""
+        chosen = self._method.policies if wanted in (None, "auto") else (str(wanted),)
+        return (*chosen, "logits") if self._method.loss == "chunked" else chosen
 
     def solve_between(self, grid: Sequence[Candidate]) -> None:
         """Split tensors for microbatches of several sizes.

@@ -13,6 +13,7 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.op_time import OpWork
 from autoptd.layout.placements import B, Placement, conversion, parse_placement
 from autoptd.ops import library as ops
+from autoptd.passes.analysis.heads import heads_of
 from autoptd.passes.analysis.liveness import Peak
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import infos, operands
@@ -26,6 +27,7 @@ from autoptd.passes.sharding.sharding import (
 )
 from autoptd.search.sharding.attention_cost import moved_keys
 from autoptd.search.sharding.build import SplitNumbers
+from autoptd.search.sharding.chunked_heads import chunked_works
 from autoptd.search.sharding.expert_work import spread
 from autoptd.search.sharding.ilp import solve_splits
 from autoptd.search.sharding.kind_cost import KindCost, KindWork, price
@@ -186,7 +188,11 @@ class Tensors(SplitNumbers):
         """Return the forward kernels that a recompute policy runs in the backward pass."""
         positions = {node: i for i, node in enumerate(segment.nodes)}
         nodes = self.workbook.facts.recomputed_ops(segment.kind, segment, decided, policy)
-        return tuple(w for n in nodes for w in self.kernels(n, decided.strategies[positions[n]])[0])
+        works = tuple(w for n in nodes for w in self.kernels(n, decided.strategies[positions[n]])[0])
+        if policy != "logits":
+            return works
+        placed = {node: decided.strategies[i] for node, i in positions.items() if i in decided.strategies}
+        return (*works, *(w for head in heads_of(segment, decided) for w in chunked_works(self, head, placed)))
 
     def _convert(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoptd.layout.mesh import Mesh
 from autoptd.ops import expert_axis, offload
-from autoptd.ops.transfer import on_device
+from autoptd.ops.group import on_device
 from autoptd.parallel import Parallel
 from autoptd.runtime import batch_counts, executor, trainer
 from autoptd.runtime.optimizers.step import OptimizerStep
