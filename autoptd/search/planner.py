@@ -6,13 +6,13 @@
               ──► family: all cuts in fractions, with the least memory of any schedule and sharding
               ──► contiguous: all cuts by the least seconds of each run of segments, for one chunk per rank
               ──► relaxed: all in fractions with its own memory, then with the critical paths of its schedule
-              ──► measured: all cuts by the seconds of each run with the recomputation that fits
+              ──► measured: all cuts by the seconds of each run with the recomputation that fits, or by whole segments
               ──► cut into stages, and simulated by the action lists that will run unless a bound excludes it
               ──► refined: all other cuts whose bound is below the best, where they are few
 
 Candidates wait in one queue (`candidate_queue.py`). The first one takes its next step and goes back into the queue,
 unless its bound is not below the best simulated time. Once its turn ended early it takes the first `_CUT` steps only.
-The gap is measured from the least bound of the candidates that were not examined in full.
+The gap is measured from the least bound of the candidates that were not examined in full (`left_behind.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from autoptd.progress import Progress
 from autoptd.search.candidate_queue import NEVER, CandidateQueue, QueueEntry
 from autoptd.search.constraints.named import read_named
 from autoptd.search.infeasible import nothing_fits
+from autoptd.search.left_behind import LeftBehind
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
@@ -133,8 +134,7 @@ class Planner:
 
     def _tried_s(self, c: Candidate) -> float:
         found = self.predict(c)
-        if found.seconds < self._best_s:
-            self._best = found
+        self._best = min(self._best or found, found, key=lambda staged: staged.seconds)
         return found.seconds
 
     def predict(self, candidate: Candidate) -> Staged:
@@ -174,8 +174,10 @@ class Planner:
                 queue.put(e, priority_s)
             else:
                 e.closed = priority_s == NEVER
+        if self._best is not None and e is None:  # in time
+            LeftBehind(self._best_s, self._bounds, self._stages).raise_bounds(queue.entries)
         for e in queue.entries:
-            if (lighter := self._lighter(e.candidate)) and self._is_dominated(e):  # no faster than that one
+            if (lighter := self._lighter(e.candidate)) and self._is_dominated(e):
                 e.bound_s, e.closed = max(e.bound_s, lighter.bound_s), e.closed or lighter.closed
         return min([self._best_s, *(e.bound_s for e in queue.entries if not e.closed)])
 
@@ -214,24 +216,19 @@ class Planner:
 
     def _split(self, e: QueueEntry) -> float:
         """Split its tensors, and bound all cuts by what the splits cost."""
-        solved = self._solved(e.candidate)
-        if isinstance(solved, AutoptdError) or (e.candidate.memory_saving and self._is_fast(e.candidate, solved)):
-            e.bound_s = NEVER
+        c, solved = e.candidate, self._solved(e.candidate)
+        fast = self._solved(c._replace(memory_saving=False)) if c.memory_saving else None
+        if isinstance(solved, AutoptdError) or (isinstance(fast, Sharded) and fast.sharding == solved.sharding):
+            e.bound_s = NEVER  # or equal to the fast splits
             return NEVER
-        e.split_s = e.bound_s = max(e.bound_s, self._bounds.bound_s(e.candidate, solved))
+        e.split_s = e.bound_s = max(e.bound_s, self._bounds.bound_s(c, solved))
         return e.bound_s
-
-    def _is_fast(self, c: Candidate, memory_saving: Sharded) -> bool:
-        """Return whether the memory-saving splits are the fast ones too."""
-        fast = self._solved(c._replace(memory_saving=False))
-        return isinstance(fast, Sharded) and fast.sharding == memory_saving.sharding
 
     def _lighter(self, c: Candidate) -> QueueEntry | None:
         """Return the same candidate with its state sharded over all ranks, whose passes take no longer, in less
         memory; None if that is itself, or none of the candidates."""
-        if c.zero > 1 or not (c.zero == 0 or c.shards):
-            return None
-        return self._sharded_state.get(c._replace(zero=1, shards=0))
+        is_heavier = c.zero == 0 or (c.zero == 1 and c.shards)
+        return self._sharded_state.get(c._replace(zero=1, shards=0)) if is_heavier else None
 
     def _is_dominated(self, e: QueueEntry) -> bool:
         """Return whether the lighter candidate is known to end its steps no later either, by even shares."""
@@ -277,10 +274,13 @@ class Planner:
         return self._raise_bound(e, self._bounds.with_end_s(c, e.reduced_s))
 
     def _bound_measured(self, e: QueueEntry) -> float:
-        """Bound all cuts by the seconds of each run with the recomputation that fits."""
+        """Bound all cuts by the seconds of each run with the recomputation that fits; chunks that share a rank's
+        memory, by what ranks can hold."""
         self._visited += 1
-        assert e.stages is not None
-        return self._bound_cuts(e, e.stages, measured=True)
+        if (stages := e.stages) is None or e.candidate.virtual == 1 or stages.fixed or self._best is None:
+            return self._bound_cuts(e, stages or self._stages(e.candidate), measured=True)
+        passes_s = self._best_s - self._bounds.with_end_s(e.candidate, 0.0)
+        return self._raise_bound(e, self._best_s if stages.excludes(passes_s) else 0.0)
 
     def _bound_cuts(self, e: QueueEntry, stages: Stages, *, measured: bool) -> float:
         c = e.candidate
@@ -324,8 +324,8 @@ class Planner:
 
     def _simulate(self, e: QueueEntry) -> float:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
-        assert e.stages is not None
         try:
+            assert e.stages is not None
             solutions = e.stages.solutions()
         except StagesDoNotFit as refusal:
             e.is_full = True

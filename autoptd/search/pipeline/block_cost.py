@@ -148,6 +148,20 @@ class BlockCosts:
         )
 
     @cached_property
+    def single_options(self) -> dict[int, tuple[tuple[float, float, float], ...]]:
+        """Options as in `relaxed` of each segment, by its name: its own, and its share of those of its whole block, in
+        which several segments may keep less together than alone."""
+        found = dict[int, dict[tuple[float, float, float], None]]()
+        for block, *_ in self.alike:
+            most = [max(option.peak.kept for option in self.options_of((i,))) for i in block]
+            for i, n in zip(block, most, strict=True):
+                _, own = self._relaxed((i,), {})
+                share = (1 + FRAGMENTATION_LEAST) * n / max(1, sum(most))
+                whole = ((*self.added_s((i,), w.policy), w.peak.kept * share) for w in self.options_of(block))
+                found.setdefault(self.chunks.names[i], {}).update(dict.fromkeys((*own, *whole)))
+        return {name: tuple(options) for name, options in found.items()}
+
+    @cached_property
     def kept(self) -> tuple[Floats, Floats]:
         """Bytes per microbatch that each segment keeps (its share of its block), and the least of any option."""
         kept, least_kept = np.zeros(len(self.chunks.names)), np.zeros(len(self.chunks.names))

@@ -111,7 +111,10 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
     if pipeline.schedule is not None:
         kind = pipeline.schedule, len(pipeline.pools)
         edges_s = busiest_edge_s(sends, *kind, pipeline.microbatches)
-        route, path = route_of(*kind, pipeline.virtual), _path(blocks, pipeline.schedule, pipeline)
+        route, path = (
+            route_of(*kind, pipeline.virtual),
+            path_of(blocks, *kind, pipeline.microbatches, pipeline.virtual, sends),
+        )
         last = [] if row_of(pipeline.schedule).splits_backward else list(route.stages_of(0))
     least = program.variable(upper=math.inf)
     shares: list[list[list[int]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
@@ -173,16 +176,17 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
     return LeastBound(max(outcome.bound, edges_s), is_full, tuple(work_s[stage] for stage in sorted(work_s)))
 
 
-def _path(blocks: Sequence[Blocks], schedule: str, pipeline: Pipeline) -> PathWeights:
-    """Return the average of chains that is best for stages without recomputation."""
-    ranks, virtual = len(pipeline.pools), pipeline.virtual
-    send_s = sum(pipeline.sends_s) / max(1, len(pipeline.sends_s)) * ranks * virtual
+def path_of(
+    blocks: Sequence[Blocks], schedule: str, ranks: int, microbatches: int, virtual: int, sends_s: Sequence[float]
+) -> PathWeights:
+    """Return the average of chains that is best for stages without recomputation. `sends_s`: as in `Pipeline`."""
+    send_s = sum(sends_s) / max(1, len(sends_s)) * ranks * virtual
     forward_s, backward_s, weight_s = (
         sum(same.count * getattr(same.whole, name) for same in blocks)
         for name in ("forward_s", "backward_s", "weight_s")
     )
     shares = PassShares.of(forward_s, backward_s, weight_s, send_s)
-    return average_path(schedule, ranks, pipeline.microbatches, virtual, shares)
+    return average_path(schedule, ranks, microbatches, virtual, shares)
 
 
 def _groups(pools: Sequence[int]) -> Iterator[range]:

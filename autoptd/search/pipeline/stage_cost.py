@@ -328,6 +328,17 @@ class StageCost:
             found.append(Blocks(len(same), whole, tuple(segments)))
         return found
 
+    @property
+    def segment_names(self) -> list[int]:
+        """The name of each kind of equal segments."""
+        return sorted(self._firsts)
+
+    @cached_property
+    def single(self) -> list[BlockOptions]:
+        """Segments by themselves, one of each name."""
+        options = self.blocks.single_options
+        return [self._part((self._firsts[name],), options[name]) for name in self.segment_names]
+
     def _part(self, run: tuple[int, ...], options: Sequence[tuple[float, float, float]]) -> BlockOptions:
         singles = [self._singles[i] for i in run]
         return BlockOptions(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -23,11 +23,12 @@ from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
-from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, relaxed_bound
+from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, path_of, relaxed_bound
 from autoptd.search.pipeline.partition import CutObjective, Cuts, even_cuts, least_value, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.pipeline.windows import Floats, Partition, PartitionProblem
 from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.search.whole_segments import Chains, RankCosts, WholeSegments, contents, most_of
 
 _LONGEST = 3  # times an even share of the segments: first stages for which the reduction is counted
 
@@ -325,6 +326,33 @@ class Stages:
         shape = method.schedule, c.microbatches, method.virtual
         pipeline = Pipeline(*shape, held, self._pools, budgets, self.least_sends_s)
         return relaxed_bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline)
+
+    def excludes(self, limit_s: float) -> bool:
+        """Return whether no cut into whole segments takes less than `limit_s` for its passes and the reduction that
+        ends last (`search/whole_segments.py`)."""
+        c, names = self.candidate, self.stage_costs[0].segment_names
+        kinds = tuple(names.index(name) for name in self.chunks.names)
+        base_s = np.minimum.reduce([stage_cost.base_s for stage_cost in self.stage_costs])
+        most = most_of(kinds, base_s[[kinds.index(i) for i in range(len(names))]], limit_s / c.microbatches)
+        ending, splits = c.route.holder(self.count - 1), row_of(self.method.schedule).splits_backward
+        if (held := contents(kinds, most, self.method.uncut, self.method.virtual, ending == 0)) is None:
+            return False
+        ranks = list[RankCosts]()
+        for rank, sent_s in enumerate(accumulate(self.least_sends_s[: c.pp - 1], initial=0.0)):
+            parts, budget_bytes = self.stage_cost(rank).single, self.stage_cost(rank).bound_bytes
+            forward_s = sent_s + rank * min(part.forward_s for part in parts)
+            both_s = 2 * sent_s + rank * min(part.forward_s + part.backward_s for part in parts)
+            alive = max(min(row) for row in in_flight(self.held(rank)))
+            ranks.append(RankCosts(parts, alive, budget_bytes, (forward_s, 0.0 if splits else both_s)))
+        found = WholeSegments(held, ranks, np.bincount(kinds).tolist(), c.microbatches, limit_s, ending)
+        return found.are_too_few() or found.are_too_few(self._chains)
+
+    @property
+    def _chains(self) -> Chains:
+        c, schedule, sends_s = self.candidate, self.method.schedule, self.least_sends_s
+        path = path_of(self.stage_costs[0].relaxed, schedule, c.pp, c.microbatches, self.method.virtual, sends_s)
+        passes = np.stack([path.passes[:, list(c.route.stages_of(k))].min(axis=1) for k in range(c.pp)], axis=1)
+        return Chains(passes, path.sends_s(sends_s), not row_of(schedule).splits_backward)
 
     def memory_bound_s(self, kinds: Collection[tuple[str, int]]) -> float:
         """Return a lower bound on the passes over all cuts under any of these schedules and numbers of chunks: their
