@@ -163,7 +163,7 @@ def join_heads(region: Flow) -> Flow:
     return Flow(region.received, tuple(joined), region.sent)
 
 
-def _joined(head: Head, steps: Mapping[fx.Node | None, DataflowStep]) -> DataflowStep:
+def _joined(head: Head, steps: Mapping[fx.Node, DataflowStep]) -> DataflowStep:
     product, loss = steps[head.linear], steps[head.loss]
     assert loss.call is not None
     x, weight, *bias = product.operands

@@ -13,9 +13,12 @@ from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, memory_s, op_s
 from autoptd.layout.placements import CONVERSIONS, B, Conversion, O, Placement
 from autoptd.layout.placements import kind as kind_of
+from autoptd.ops.linear_cross_entropy import chunks
 from autoptd.passes.analysis.attention import AttentionForm, form_of
 from autoptd.passes.analysis.dataflow import divides, is_quadratic
 from autoptd.passes.analysis.flops import GROUPED
+from autoptd.passes.analysis.heads import Head
+from autoptd.passes.graph import info
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy, local_shape, of_own_tokens
 from autoptd.passes.trace.traced import BATCH
@@ -267,6 +270,28 @@ class Prices:
         if tensor.requires_grad:
             backward = self.collective(row.backward, whole) if row.backward else move
         return forward, backward
+
+
+# of a head in chunks, counted in ops/linear_cross_entropy.py: times that kernels move an element of the loss's type, in
+# forward (maximum 1, difference 2, exponential 2, sum 1) and backward (difference 2, exponential 2); kernels of a chunk
+_CHUNK_MOVES, _CHUNK_KERNELS = 10, 24
+
+
+def chunked_works(prices: Prices, head: Head, placed: Mapping[fx.Node, Strategy]) -> Iterator[OpWork]:
+    """Yield the memory traffic and launches of a head in chunks, less those of its ops on whole logits.
+
+    Each chunk takes kernels of its own, whatever fuses the rest of the program. Logits narrower than the loss are cast
+    in both passes, and so is their gradient. The second product of a chunk is counted apart, as of any recomputed op.
+    """
+    logits, width = info(head.linear), head.computed_in.itemsize
+    nbytes = prices.nbytes(logits, placed[head.linear].gives[0])
+    elements = nbytes // logits.dtype.itemsize
+    columns = max(1, prices.number(logits.shape[-1]) * nbytes // max(1, prices.nbytes(logits)))
+    casts = 3 * (nbytes + elements * width) if logits.dtype.itemsize < width else 0
+    whole = [w for n in (*head.between, head.loss) for works in prices.kernels(n, placed[n]) for w in works]
+    moved = _CHUNK_MOVES * elements * width + casts - sum(w.nbytes for w in whole)
+    launches = _CHUNK_KERNELS * len([*chunks(elements // columns, columns)])
+    yield OpWork("memory", 0, max(0, moved), "fp32", launches=launches, part="head", origin=head.loss.name)
 
 
 def _gradient_products(op: OpFacts, forward: OpWork) -> Iterator[OpWork]:

@@ -27,7 +27,7 @@ from autoptd.passes.sharding.sharding import (
 )
 from autoptd.search.sharding.attention_cost import moved_keys
 from autoptd.search.sharding.build import SplitNumbers
-from autoptd.search.sharding.chunked_heads import chunked_works
+from autoptd.search.sharding.cost import chunked_works
 from autoptd.search.sharding.expert_work import spread
 from autoptd.search.sharding.ilp import solve_splits
 from autoptd.search.sharding.kind_cost import KindCost, KindWork, price
