@@ -42,7 +42,7 @@ def write_norms(graph: fx.Graph, traced: Traced) -> None:
 
 
 @dataclass(frozen=True)
-class _Norm:
+class SpelledNorm:
     """The normalised `result` of the last `dims` dims of x, before weight and bias, computed in the type of `wide`."""
 
     result: fx.Node
@@ -52,7 +52,7 @@ class _Norm:
     centred: bool  # a layer norm
 
 
-def _norm(node: fx.Node) -> _Norm | None:
+def _norm(node: fx.Node) -> SpelledNorm | None:
     """Return the norm that a node is the result of, or None."""
     if node.op != "call_function" or node.target not in _SCALES or info(node).dtype not in _WIDE:
         return None
@@ -64,7 +64,7 @@ def _norm(node: fx.Node) -> _Norm | None:
         for centred in (False, True):
             wide = _source(numerator, squared, dims, centred)
             if wide is not None and _is_whole(node, wide, dims):
-                return _Norm(node, wide, dims, eps, centred)
+                return SpelledNorm(node, wide, dims, eps, centred)
     return None
 
 
@@ -148,7 +148,7 @@ def _narrow(node: fx.Node) -> fx.Node:
     return source if source is node or (info(source).dtype in _HALF and info(node).dtype in _WIDE) else node
 
 
-def _write(graph: fx.Graph, norm: _Norm) -> None:
+def _write(graph: fx.Graph, norm: SpelledNorm) -> None:
     """Write the norm with the weight, bias and cast that follow."""
     shape = info(norm.result).shape[-norm.dims :]
     half = _narrow(norm.wide)
@@ -185,7 +185,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _replace(graph: fx.Graph, norm: _Norm, old: fx.Node, x: fx.Node, weights: list[fx.Node]) -> None:
+def _replace(graph: fx.Graph, norm: SpelledNorm, old: fx.Node, x: fx.Node, weights: list[fx.Node]) -> None:
     op, most = (aten.layer_norm.default, 2) if norm.centred else (aten.rms_norm.default, 1)
     given = (*weights, *[None] * (most - len(weights)))
     shape = info(old).shape

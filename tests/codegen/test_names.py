@@ -185,7 +185,7 @@ class _Layer(nn.Module):
 class _Assigned(_Layer):
     def forward(self, state: Tensor) -> Tensor:
         state = state + self.inner(state).tanh()
-        return state
+        return state  # noqa: RET504
 
 
 class _Returned(_Layer):
