@@ -152,7 +152,7 @@ def _efficient(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """As `_flash`, of the kernel that takes a mask; it wants aligned sizes, and pads its sums with inf."""
+    """Compute the results of the kernel that takes a mask; it wants aligned sizes, and pads its sums with inf."""
     _check_aligned(q, k, v, bias)
     out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, is_causal, attn_mask=bias, scale=scale)
     padding = sums.new_full((*sums.shape[:-1], -sums.shape[-1] % _ROWS), torch.inf)
