@@ -112,7 +112,7 @@ def backward(
             is_causal, scale=scale,
         )  # fmt: skip
         to_q, *others = found[:3]
-        found = to_q, *(x.unflatten(-3, (heads, -1)).sum(-3) for x in others)
+        found = to_q, *(x.unflatten(-3, (heads, -1)).sum(-3, dtype=sums.dtype) for x in others)
     to_q, to_k, to_v = (x[..., :width] for x, width in zip(found, widths, strict=False))
     return to_q, to_k, to_v
 

@@ -73,7 +73,8 @@ class AttentionForm:
         if kernel == "fused":
             return ""
         if self.dropped:
-            return "no fused kernel drops the same elements under every plan; remove dropout in attention to use one"
+            ways = "remove dropout in attention" + ("" if self.ring or device == "cpu" else ', or fix dropout "fast",')
+            return f"no fused kernel drops the same elements under every plan; {ways} to use one"
         if kernel == "written" and self.mask not in (None, torch.bool):
             return "its mask is added to the scores; in a ring, fused kernels support boolean ones only"
         if self.mask is not None:

@@ -18,6 +18,8 @@ from autoptd.ops.cp_axis import Tokens
 from autoptd.ops.dropout import DropoutKey
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
+from tests.runtime.fake_device.device import Device, labelled
+from tests.runtime.fake_device.run import gpu
 
 WAYS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
@@ -175,6 +177,47 @@ def test_fused_tiles_are_asked_for_as_the_kernels_of_a_gpu_want_it(
     gradients = fused.backward(q, k, v, out, out, sums, mask, not masked, 0.3)
     assert out.shape == (2, 8, 72, value_width) and (sums.shape, sums.dtype) == ((2, 8, 72), torch.float32)
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "masked", "kernel"),
+    [
+        (torch.float32, (12, 9), True, "efficient"),
+        (torch.float32, (8, 8), False, "efficient"),
+        (torch.bfloat16, (16, 16), True, "efficient"),
+        (torch.bfloat16, (24, 16), False, "fused"),
+    ],
+)
+def test_kernels_of_a_gpu_are_given_what_they_take(
+    dtype: torch.dtype, widths: tuple[int, int], masked: bool, kernel: str
+) -> None:
+    """A GPU in name computes by the CPU's kernel, and checks sizes, alignment and padding as the GPU's kernel does."""
+    draw = torch.Generator().manual_seed(1)
+    q, k, v, grad = (
+        torch.randn(2, heads, rows, width, generator=draw).to(dtype)
+        for heads, rows, width in ((4, 20, widths[0]), (2, 28, widths[0]), (2, 28, widths[1]), (4, 20, widths[1]))
+    )
+    mask = torch.rand(2, 1, 20, 28, generator=draw) < 0.6 if masked else None
+    if mask is not None:
+        mask[0, 0, 3] = False
+    assert fused.tile_kernel("cuda", dtype, *widths, None if mask is None else mask.dtype, False) == kernel
+
+    def computed(*given: Tensor | None) -> list[Tensor]:
+        q, k, v, grad, mask = given
+        assert q is not None and k is not None and v is not None and grad is not None
+        out, sums = fused.forward(q, k, v, mask, False, 0.4)
+        logs = sums.masked_fill(sums == -torch.inf, torch.inf)
+        return [out, sums, *fused.backward(q, k, v, grad, out, logs, mask, False, 0.4)]
+
+    expected = computed(q, k, v, grad, mask)
+    device = Device(lambda *_: False)
+    with gpu(device), device:
+        found = computed(*(None if x is None else labelled(x.clone()) for x in (q, k, v, grad, mask)))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.device.type == "cuda"
+        with torch._C._DisableTorchDispatch():
+            near = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 4e-3}
+            torch.testing.assert_close(mine.as_subclass(Tensor), theirs, check_device=False, check_dtype=False, **near)
 
 
 @pytest.mark.parametrize("name", ["bias per head", "causal, dropout"])

@@ -52,7 +52,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_masks_of_other_places_are_independent(other: dict[str, Any]) -> None:
-    """Of 8,192 scores a share of 1 - p is kept, and two masks agree in (1 - p)² + p² of them, within 4 deviations."""
+    """A share of 1 - p of 8,192 scores is kept, and two masks agree in (1 - p)² + p² of them, within 4 deviations."""
     first, second = kept(parts=[TokenChunks(1, 2, (0,))]), kept(**{"parts": [TokenChunks(1, 2, (0,))], **other})
     assert first.float().mean().item() == pytest.approx(1 - P, abs=4 * (P * (1 - P) / 8192) ** 0.5)
     agree = (1 - P) ** 2 + P**2

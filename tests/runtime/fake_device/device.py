@@ -151,9 +151,52 @@ def _flash_backward(
     return at_cpu(grad, q, k, v, out, sums, p, is_causal, scale=scale)
 
 
+def _efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sums_too: bool,
+    p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Compute the results of the kernel that takes a mask; it wants aligned sizes, and pads its sums with inf."""
+    _check_aligned(q, k, v, bias)
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, is_causal, attn_mask=bias, scale=scale)
+    padding = sums.new_full((*sums.shape[:-1], -sums.shape[-1] % _ROWS), torch.inf)
+    state = torch.empty((), dtype=torch.int64)
+    return out, torch.cat((sums, padding), -1), state, state
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any, scale: float | None = None
+) -> tuple[Any, ...]:
+    out, sums, _, _, p, _, *causal = rest
+    is_causal = bool(causal and causal[0])
+    _check_aligned(q, k, v, bias, grad)
+    assert sums.shape[-1] % _ROWS == 0 and sums.is_contiguous() and sums[..., q.shape[-2] :].isinf().all()
+    at_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    own = sums[..., : q.shape[-2]].contiguous()
+    return (*at_cpu(grad, q, k, v, out, own, p, is_causal, attn_mask=bias, scale=scale), None)
+
+
+def _check_aligned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *others: Tensor) -> None:
+    """Fail where the memory-efficient kernel does (`check_supported` in torch's `kernel_backward.h`)."""
+    assert q.shape[1] == k.shape[1] == v.shape[1], "it does not know of key heads that are shared"
+    assert not any(x.shape[-1] % 8 for x in (q, k, v, *others)), "its heads have a multiple of 8 elements"
+    if bias is not None:
+        assert bias.dtype == q.dtype and bias.shape == (*q.shape[:-1], k.shape[-2])
+        assert bias.stride(-1) == 1 and not any(n % 8 for n in bias.stride()[:-1]), "rows of its mask are aligned"
+
+
+_ROWS = 32  # to a multiple of which the memory-efficient kernel pads the sums of rows
 _ONLY_ON_GPUS: Mapping[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
 
 # the host reads sizes or values of the result, whatever the arguments
