@@ -209,6 +209,7 @@ SAMPLED = {
     "report/test_page.py::test_its_numbers_are_those_of_the_plan": 4,
     "report/test_page.py::test_the_timeline_is_the_simulated_step": 4,
     "report/test_pictures.py::test_pictures_of_the_documents_are_those_of_the_commands": 0,
+    "runtime/comm/test_startup.py::test_a_save_asks_no_more_of_a_rank_in_a_large_world": 1,
     "runtime/comm/test_startup.py::test_groups_of_all_ranks_fit_together": 4,
     "runtime/fake_device/test_planted_devices.py::test_a_constant_of_the_host_in_forward": 1,
     "runtime/fake_device/test_planted_devices.py::test_a_wait_in_forward": 3,

@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from autoptd.checkpoint import files
@@ -198,14 +199,33 @@ def _narrowed(box: Tensor, first: Ints, lengths: Ints) -> Tensor:
     return box
 
 
-def write(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> Metadata:
-    """Write the entries and return torch's index of those of all ranks.
+def write(folder: Path, entries: Sequence[Entry], rank: int) -> Metadata:
+    """Write a rank's entries; return torch's index of them. Raises CheckpointError and OSError.
 
-    A collective over `group`; without one, this process writes alone. Raises CheckpointError on all ranks if one fails.
+    No collective: `dcp.save` would exchange the index of all ranks with each.
     """
     writer, planner = dcp.FileSystemWriter(folder), _CheckpointWriter(entries)
-    with _as_checkpoint_error(folder, "cannot be written"):
-        return dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)  # names its files by rank
+    try:
+        (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+        written = writer.write_data(plan, planner).wait()
+    except RuntimeError as error:  # of torch's serialisation
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+    metadata.storage_data = {each.index: each.storage_data for each in written}
+    return metadata
+
+
+def write_index(folder: Path, by_rank: Iterable[Metadata]) -> None:
+    """Write the file by which torch reads what all ranks have written."""
+    writer, tensors, places = dcp.FileSystemWriter(folder), dict[str, TensorStorageMetadata](), []
+    writer.set_up_storage_writer(True)
+    for metadata in by_rank:
+        for key, saved in metadata.state_dict_metadata.items():
+            assert isinstance(saved, TensorStorageMetadata), key
+            before = tensors[key].chunks if key in tensors else []
+            tensors[key] = replace(saved, chunks=[*before, *saved.chunks])
+        places += [WriteResult(index, place.length, place) for index, place in metadata.storage_data.items()]
+    writer.finish(Metadata(dict(tensors)), [places])
 
 
 def written_by(rank: int, folder: Path, metadata: Metadata) -> Index:
@@ -238,12 +258,12 @@ def read(folder: Path, index: Index, entries: Sequence[Entry], group: dist.Proce
     """Fill the entries. A collective over `group`, or this process alone. Raises CheckpointError on all ranks."""
     needed = {key: index[key] for key in {entry.key for entry in entries}}
     reader, planner = _IndexedStorage(folder, needed), _CheckpointReader(entries)
-    with _as_checkpoint_error(folder, "cannot be read"):
+    with _as_checkpoint_error(folder):
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 @contextmanager
-def _as_checkpoint_error(folder: Path, what: str) -> Iterator[None]:
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
     """Raise DCP's failure on the lowest rank as a CheckpointError; suppress its warning about a single process."""
     try:
         with warnings.catch_warnings():
@@ -253,7 +273,7 @@ def _as_checkpoint_error(folder: Path, what: str) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         reason = cause.what if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
         raise CheckpointError(
-            f"the checkpoint {what}: {reason}", where=f"{folder}, rank {rank}", fix=getattr(cause, "fix", "")
+            f"the checkpoint cannot be read: {reason}", where=f"{folder}, rank {rank}", fix=getattr(cause, "fix", "")
         ) from error
 
 

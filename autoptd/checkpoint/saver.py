@@ -32,10 +32,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _RankFiles:
-    """The files that a rank wrote: their digests, and the index of its tensors in them."""
+    """The files that a rank wrote: their digests, and the index of its tensors in them, ours and torch's."""
 
     digests: Mapping[str, str]
     index: Index
+    metadata: Metadata
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class _Job:
         text = to_json(merged(each.index for each in by_rank))
         folder.write_durably(part / folder.INDEX, text.encode())
         digests = {name: found for each in by_rank for name, found in each.digests.items()}
-        digests[folder.INDEX] = digest(part / folder.INDEX)
+        dcp.write_index(part, (each.metadata for each in by_rank))
+        digests |= {name: digest(part / name) for name in (folder.INDEX, METADATA)}
         return folder.commit(self.root, self.step, self.manifest, digests, self.keep)
 
 
@@ -122,7 +124,7 @@ class Saver:
         part = folder.part_of(job.root, job.step)
         try:
             self.on_all_ranks("prepare", lambda: job.prepare() if self.rank == 0 else None)
-            metadata = dcp.write(part, job.entries, self.group)
+            metadata = self.on_all_ranks("tensors", lambda: dcp.write(part, job.entries, self.rank))
             mine = self.on_all_ranks("finish", lambda: self._finish(part, job.files, metadata))
             by_rank = self._gather(mine)
             self.on_all_ranks("commit", lambda: job.commit(by_rank) if self.rank == 0 else None)
@@ -136,8 +138,9 @@ class Saver:
         for name, data in files.items():
             folder.write_durably(part / name, data)
         mine = [path.name for path in part.glob(f"__{self.rank}_*")]
-        mine += [*files, METADATA] if self.rank == 0 else []
-        return _RankFiles({name: digest(part / name) for name in mine}, dcp.written_by(self.rank, part, metadata))
+        mine += files
+        index = dcp.written_by(self.rank, part, metadata)
+        return _RankFiles({name: digest(part / name) for name in mine}, index, metadata)
 
     def _gather(self, mine: T) -> list[T]:
         """Return the values of all ranks, by rank, on rank 0. A collective."""

@@ -209,7 +209,7 @@ class _StepState:
         self.first = [0, *accumulate(map(sample_count, microbatches))]  # first sample of each in this dp rank's share
         self.weight_passes: dict[At, WeightBackward] = {}  # W passes whose B is done
         self.sizes = [[_sizes(chunk.stage, mb) for mb in microbatches] for chunk in self.chunks]
-        self.parts: dict[tuple[str | int, ...], list[MessagePart]] = {}  # by kind, chunk and sizes
+        self.parts: dict[tuple[str, int, tuple[int, ...]], list[MessagePart]] = {}  # by kind, chunk, sizes
         self.received: dict[At, Tensors] = {}
         self.outputs: dict[At, Tensors] = {}
         self.gradients: dict[At, Tensors] = {}
@@ -230,7 +230,7 @@ class _StepState:
     def _parts(self, kind: str, i: int, chunk: int) -> list[MessagePart]:
         """Return the tensors of a message as they go through the channel."""
         sizes = self.sizes[chunk][i]
-        key = (kind, chunk, *sizes.values())
+        key = kind, chunk, tuple(sizes.values())
         if (found := self.parts.get(key)) is None:
             wires, gradient = self.chunks[chunk].wires[kind], kind in ("SB", "RB")
             slices = [self.slices if wire.is_whole(gradient=gradient) else 1 for wire in wires]
