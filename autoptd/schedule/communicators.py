@@ -41,7 +41,7 @@ class StuckCommunicators(ValueError):
 
 
 class Queued(NamedTuple):
-    """What a rank's host queues, or waits for; see the module's docstring. `op`: of a wait, the op's number."""
+    """An op that a rank's host queues, or a wait; see the module's docstring. `op`: of a wait, the op's number."""
 
     sign: str  # "", "+", "-", "host" or "device"
     communicator: str = ""
