@@ -50,7 +50,7 @@ class Communicates:
 
 @dataclass(frozen=True)
 class RankQueues:
-    """Lists of what the pipeline ranks queue, and the communicators: their members, and which of them carry messages."""
+    """Lists of what the pipeline ranks queue, and the communicators: their members, and which carry messages."""
 
     lists: dict[int, list[Queued]]
     members: dict[str, tuple[int, ...]]
