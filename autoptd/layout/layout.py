@@ -153,7 +153,7 @@ class Layout:
 
     @property
     def early(self) -> tuple[str, ...]:
-        """What a step's action lists have early (`autoptd.schedule.with_step_end`).
+        """Return what a step's action lists have early (`autoptd.schedule.with_step_end`).
 
         ZeRO 2 and 3 reduce in every backward pass, and ZeRO 3 gathers in every pass, without an action of their own.
         """

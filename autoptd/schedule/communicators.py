@@ -41,7 +41,7 @@ class StuckCommunicators(ValueError):
 
 
 class Queued(NamedTuple):
-    """What a rank's host queues, or waits for; see the module's docstring. `op`: of a wait, the op's number."""
+    """An op that a rank's host queues, or a wait; see the module's docstring. `op`: of a wait, the op's number."""
 
     sign: str  # "", "+", "-", "host" or "device"
     communicator: str = ""
@@ -93,7 +93,7 @@ class _Entry(NamedTuple):
 class _Rank:
     """One rank: its host, its hardware queue, and its streams."""
 
-    list: Sequence[Queued]
+    queued: Sequence[Queued]
     at: int = 0
     queue: deque[_Entry] = field(default_factory=deque)
     issued: dict[str, int] = field(default_factory=dict)  # by stream
@@ -103,7 +103,7 @@ class _Rank:
 
     @property
     def finished(self) -> bool:
-        return self.at == len(self.list) and not self.unfinished()
+        return self.at == len(self.queued) and not self.unfinished()
 
     def unfinished(self, *streams: str) -> list[str]:
         return [s for s in streams or self.issued if self.issued.get(s, 0) > self.done.get(s, 0)]
@@ -132,8 +132,8 @@ class _Run:
         state, woken, moved = self.ranks[rank], set[int](), True
         while moved:
             moved = False
-            while state.at < len(state.list) and self._may_queue(state, state.list[state.at]):
-                self._queue(state, state.list[state.at])
+            while state.at < len(state.queued) and self._may_queue(state, state.queued[state.at]):
+                self._queue(state, state.queued[state.at])
                 state.at += 1
                 moved = True
             while state.queue and self._may_start(state, state.queue[0]):
@@ -206,8 +206,8 @@ class _Run:
         yield " -> ".join([*told, f"rank {rank}" + ("" if rank in path else ", which does not come to it")])
         for each in stuck:
             state = self.ranks[each]
-            place = str(state.list[state.at]) if state.at < len(state.list) else "the end"
-            yield f"rank {each} is at {place}, {state.at} of {len(state.list)}"
+            place = str(state.queued[state.at]) if state.at < len(state.queued) else "the end"
+            yield f"rank {each} is at {place}, {state.at} of {len(state.queued)}"
 
     def _awaited(self, rank: int) -> Iterator[tuple[int, str]]:
         """Yield (rank, op) that a stuck rank waits for: members that have not started an op that blocks it."""

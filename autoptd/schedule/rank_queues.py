@@ -1,8 +1,8 @@
-"""What each rank queues on its GPU in a step, derived from its action list: the input of `prove_communicators`.
+"""Queues of each rank's GPU in a step, derived from its action list: the input of `prove_communicators`.
 
 It follows the executor: a receive is posted one message ahead of the action that waits for it, a send waits for the
 oldest one of its channel once `SENDS_UNDER_WAY` are on their way, and hooks of passes reduce and gather. Collectives of
-ranks that queue the same stand for one each here, since they block nobody: several of a pass are one op, and a sum of
+ranks that queue the same stand for one each here, since they block no rank: several of a pass are one op, and a sum of
 two chunks' gradients in one bucket, which starts in the later pass, is one of each chunk.
 
 Before the first pass of each kind on each chunk the host waits for the device, as it may when a kernel is loaded that
@@ -50,7 +50,7 @@ class Communicates:
 
 @dataclass(frozen=True)
 class RankQueues:
-    """What the pipeline ranks queue, and the communicators: their members, and which of them carry messages."""
+    """Lists of what the pipeline ranks queue, and the communicators: their members, and which carry messages."""
 
     lists: dict[int, list[Queued]]
     members: dict[str, tuple[int, ...]]

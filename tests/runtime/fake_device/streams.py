@@ -29,7 +29,7 @@ class StreamRace(DeviceFault):
 
 
 class EarlyReuse(DeviceFault):
-    """Memory goes back to the allocator while a stream works on it that nobody waited for."""
+    """Memory goes back to the allocator while a stream that no other waited for works on it."""
 
 
 class _Access(NamedTuple):
@@ -98,7 +98,7 @@ class Streams:
             self._accesses = {key: each for key, each in self._accesses.items() if not each[0].expired()}
 
     def check_freed(self, resized: torch.UntypedStorage | None = None) -> None:
-        """Raise EarlyReuse for memory without a tensor, or resized, that a stream works on which nobody waited for."""
+        """Raise EarlyReuse for memory without a tensor, or resized, with work of a stream that no other waited for."""
         if not self._open:
             return
         seen = self._seen[CURRENT]

@@ -87,7 +87,7 @@ def test_keys_read_before_they_come_round(monkeypatch: Patch) -> None:
 
 @pytest.mark.fault("a collective on the wrong stream")
 def test_a_reduction_that_starts_before_its_gradients_are_there(monkeypatch: Patch) -> None:
-    """As if a communicator's stream did not wait for the event of the current one."""
+    """Let a communicator's stream start without the event of the current one."""
     whole = Streams.event
 
     def event(self: Streams, stream: str) -> Any:
@@ -114,7 +114,7 @@ def test_a_wait_on_another_stream(ask: Ask, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.fault("a buffer reused too early")
-def test_a_buffer_of_gradients_that_nobody_keeps(monkeypatch: Patch) -> None:
+def test_a_buffer_of_gradients_that_is_not_kept(monkeypatch: Patch) -> None:
     """The sum goes to a tensor of its own; the buffer that is being summed is dropped."""
     whole = process_group.ProcessGroup.reduce_scatter_later
 
@@ -162,7 +162,7 @@ def test_a_sent_tensor_that_is_overwritten(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.fault("a buffer reused too early")
-def test_a_sent_tensor_that_nobody_keeps(monkeypatch: Patch) -> None:
+def test_a_sent_tensor_that_is_not_kept(monkeypatch: Patch) -> None:
     whole = processes.ProcessChannel.send
 
     def send(self: processes.ProcessChannel, x: Tensor) -> Any:

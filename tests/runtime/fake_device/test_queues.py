@@ -1,4 +1,4 @@
-"""What ranks queue for their communicators is what the proof at the start of training derives from their lists."""
+"""Ranks queue what the proof at the start of training derives from their action lists."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_lists_are_those_that_are_proved(ask: Ask) -> None:
 
 @pytest.mark.fault("communicators in a circle")
 def test_two_messages_of_a_handshake_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a GPU with one hardware queue, the second keeps the receive from starting, on both ranks."""
+    """Two messages in one hardware queue: the second keeps the receive from starting, on both ranks."""
 
     def exchange(outgoing: Any, incoming: Any, device: torch.device) -> None:
         handles = [channel.send(torch.ones(1, device=device)) for channel, _ in outgoing for _ in range(2)]
