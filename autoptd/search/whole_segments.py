@@ -98,9 +98,9 @@ def contents(
     for _ in range(chunks):
         inside.append(with_one(inside[-1], inner))
     if together:
-        found = inside[chunks], with_one(with_one(inside[chunks - 2], begin), end)
+        found = [inside[chunks], with_one(with_one(inside[chunks - 2], begin), end)]
     else:
-        found = inside[chunks], with_one(inside[chunks - 1], begin), with_one(inside[chunks - 1], end)
+        found = [inside[chunks], *(with_one(inside[chunks - 1], run) for run in (begin, end))]
     holders = np.repeat(np.arange(len(found)), [int(held.sum()) for held in found])
     last = 1 if together else 2
     return Contents(np.concatenate([np.argwhere(held) for held in found]), holders == 1, holders == last)

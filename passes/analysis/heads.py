@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +21,10 @@ from autoptd.passes.graph import info, op_call, operands
 from autoptd.passes.sharding.sharding import KindSharding, ops_of
 
 aten = torch.ops.aten
-LOSSES = {ops.cross_entropy: ops.linear_cross_entropy, ops.row_cross_entropy: ops.linear_row_cross_entropy}
+LOSSES: dict[Any, Any] = {
+    ops.cross_entropy: ops.linear_cross_entropy,
+    ops.row_cross_entropy: ops.linear_row_cross_entropy,
+}
 
 
 @dataclass(frozen=True)

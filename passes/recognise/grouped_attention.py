@@ -90,7 +90,8 @@ def _order(node: fx.Node) -> Sequence[int]:
     """Return the dim of the operand that each dim of a transposed tensor is."""
     if node.target is aten.transpose.int:
         return swap(op_call(node), info(node).ndim)
-    return [d % info(node).ndim for d in node.args[1]]  # type: ignore[union-attr, operator]
+    given: Any = node.args[1]
+    return [d % info(node).ndim for d in given]
 
 
 def _merged(node: fx.Node, dim: int) -> _Copies | None:
