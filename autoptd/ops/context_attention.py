@@ -74,12 +74,9 @@ def ring_attention(
     if dropout_p and rng is not None and rng.active:
         elements = rng.elements((*q.shape[:-1], k.shape[-2]), key, samples, parts, q.device)
         dropped = _Dropped(elements, dropout_p, cp)
-    result: Tensor
-    if fused.takes(q, v, mask, dropped is not None):
-        result = _FusedRing.apply(q, k, v, cp, mask, is_causal, scale)
-    else:
-        result = _WrittenRing.apply(q, k, v, cp, mask, is_causal, scale, dropped)
-    return result
+    operands: Any = (q, k, v, cp, mask, is_causal, scale)
+    is_fused = fused.takes(q, v, mask, dropped is not None)
+    return _FusedRing.apply(*operands) if is_fused else _WrittenRing.apply(*operands, dropped)  # type: ignore[no-any-return]
 
 
 def ulysses_attention(

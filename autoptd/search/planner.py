@@ -174,11 +174,11 @@ class Planner:
                 queue.put(e, priority_s)
             else:
                 e.closed = priority_s == NEVER
-        if self._best is not None and e is None:  # in time
-            LeftBehind(self._best_s, self._bounds, self._stages).raise_bounds(queue.entries)
         for e in queue.entries:
             if (lighter := self._lighter(e.candidate)) and self._is_dominated(e):
                 e.bound_s, e.closed = max(e.bound_s, lighter.bound_s), e.closed or lighter.closed
+        if self._best is not None and not queue.pop():  # in time
+            LeftBehind(self._best_s, self._bounds, self._stages).raise_bounds(queue.entries)
         return min([self._best_s, *(e.bound_s for e in queue.entries if not e.closed)])
 
     def _enqueue_variants(self, e: QueueEntry) -> None:

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from autoptd.search.pipeline.lp_bound import BlockOptions
 from autoptd.search.pipeline.windows import Floats, Ints
 
-_MOST = 200_000  # counts of segments that are looked at
+_MOST = 10_000  # contents that are listed: longer shares are hardly more than fractions
 _TURNS = 40  # improvements of the prices
 _ROUNDING = 1e-9
 _AIM = 2e-3  # relative: how far below zero prices are meant to bring the difference of both sides
@@ -97,10 +97,9 @@ def contents(
     inside[0][(0,) * len(shape)] = True
     for _ in range(chunks):
         inside.append(with_one(inside[-1], inner))
-    if together:
-        found = [inside[chunks], with_one(with_one(inside[chunks - 2], begin), end)]
-    else:
-        found = [inside[chunks], *(with_one(inside[chunks - 1], run) for run in (begin, end))]
+    begun, ended = with_one(inside[chunks - 1], begin), with_one(inside[chunks - 1], end)
+    ways = [with_one(with_one(inside[chunks - 2], begin), end)] if together else [begun, ended]
+    found = [inside[chunks], *ways]
     holders = np.repeat(np.arange(len(found)), [int(held.sum()) for held in found])
     last = 1 if together else 2
     return Contents(np.concatenate([np.argwhere(held) for held in found]), holders == 1, holders == last)

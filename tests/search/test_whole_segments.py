@@ -102,7 +102,7 @@ def test_no_plan_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In random tasks none is, though most would be if they had to be twice as fast; where runs of more than one
     segment are missed, some are."""
     found = list(excluded(SEEDS))
-    assert len(found) > 10
+    assert len(found) > 5
     assert not any(best for best, _ in found)
     assert sum(halved for _, halved in found) > len(found) / 2
     runs = whole_segments._runs
