@@ -34,10 +34,10 @@ def gpt() -> NanoGPT:
 
 def llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
+        hidden_size=4096,
+        intermediate_size=11008,
         num_hidden_layers=3,
-        num_attention_heads=16,
+        num_attention_heads=32,
         num_key_value_heads=8,
         vocab_size=32000,
         max_position_embeddings=2048,

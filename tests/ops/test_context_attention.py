@@ -19,6 +19,7 @@ from autoptd.ops.dropout import DropoutKey
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from tests.runtime.fake_device.device import Device, labelled
+from tests.runtime.fake_device.nccl import Nccl
 from tests.runtime.fake_device.run import gpu
 
 WAYS = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -211,7 +212,7 @@ def test_kernels_of_a_gpu_are_given_what_they_take(
 
     expected = computed(q, k, v, grad, mask)
     device = Device(lambda *_: False)
-    with gpu(device), device:
+    with gpu(device, Nccl(device)), device:
         found = computed(*(None if x is None else labelled(x.clone()) for x in (q, k, v, grad, mask)))
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.device.type == "cuda"

@@ -243,6 +243,9 @@ def copies_of_ranks() -> Iterator[dict[int, set[int]]]:
         yield moved
 
 
+OF_LAYERS = [policy for policy in POLICIES if policy != "logits"]  # that one is of a head
+
+
 def measured(name: str, made: Parallel, policy: str) -> int:
     """Return the bytes alive on the device after the last layer's forward pass, on one rank."""
     by = {"full": recompute, "ops": recompute, "offload": module.offload}.get(policy, lambda f, *args: f(*args))
@@ -272,18 +275,21 @@ def measured(name: str, made: Parallel, policy: str) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize(("name", "policy", "cp"), pairwise(product(KINDS, POLICIES, (1, 2))))
+@pytest.mark.parametrize(("name", "policy", "cp"), pairwise(product(KINDS, OF_LAYERS, (1, 2))))
 def test_kept_bytes_are_those_predicted(name: str, policy: str, cp: int) -> None:
-    """Exact, except on a cp rank, for a term that the model omits: a ring saves a maximum and a sum of each row, not
+    """Exact, except on a cp rank, for a term that the model omits: a ring written out saves a maximum and a sum of a row, not
     only their log-sum-exp.
 
-    Attention written out saves the keys and values that it gathered unless it is recomputed.
+    Attention written out saves the keys and values that it gathered unless it is recomputed. A CPU has no kernel for
+    RMS norms: it saves the normalised rows too, of both norms of a layer.
     """
     made = made_for(name, 2, policy, cp=cp)
     rows = 2 * 4 * TOKENS // 2  # samples, a rank's heads and tokens
     gathered = 2 * rows * WIDTH // 8  # keys and values of the other rank
     more = {"none": gathered} if name == "eager_bert" else {"none": rows, "ops": rows}
-    left_out = 4 * more.get(policy, 0) if cp > 1 else 0
+    left_out = 4 * more.get(policy, 0) if cp > 1 and name != "llama" else 0
+    if name == "llama" and policy in ("none", "selective"):
+        left_out += 4 * 2 * (2 * TOKENS // (2 * cp) * WIDTH)
     assert measured(name, made, policy) == predicted(name, made, policy) + left_out
 
 

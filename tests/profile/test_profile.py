@@ -462,7 +462,7 @@ def test_a_launch_in_training_takes_the_host_longer_than_one_in_a_loop():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_medians_of_ranks_are_found_by_counting(world: int) -> None:
-    """Of each value over the ranks that have it, exactly, whether their number is even or odd."""
+    """The median of each value over the ranks that have it is exact, for even and odd numbers of ranks."""
     draw = random.Random(world)
     rows: list[list[float | None]] = [
         [draw.choice([None, 1e-6, 3e-5, 10 ** draw.uniform(-7, 2)]) for _ in range(40)] + [None] for _ in range(world)

@@ -133,7 +133,7 @@ def test_ranks_that_decide_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
             object.__setattr__(self, "communicators", kept)
 
     monkeypatch.setattr(trainer.Trainer, "_finish", alone)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeFault)):  # a rank that steps gathers what the other does not
         test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_is_torch_s(Mesh(dp=2))
 
 

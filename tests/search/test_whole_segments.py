@@ -1,4 +1,4 @@
-"""What ranks can hold in whole segments: by hand, and never above a plan of a random task."""
+"""Bounds from whole segments per rank: by hand, and never above a plan of a random task."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_some_rank_has_more_than_an_even_share() -> None:
 
 
 def test_no_rank_holds_more_than_its_memory_takes() -> None:
-    """With four bytes on a rank of five segments, one of them is computed again, in a second at least."""
+    """A rank of five segments with four bytes recomputes one of them, in a second at least."""
     assert not too_few(9.01, budgets=(4.0,) * 4)
     assert too_few(8.49, budgets=(4.0,) * 4)
     assert not too_few(8.01, budgets=(5.0,) * 4)
@@ -99,8 +99,8 @@ def excluded(seeds: range) -> Iterator[tuple[bool, bool]]:
 
 
 def test_no_plan_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In random tasks none is, though most would be if they had to be twice as fast; where runs of more than one
-    segment are missed, some are."""
+    """Random tasks: none is, though most would be if they had to be twice as fast. Some are where runs of more than
+    one segment are missed."""
     found = list(excluded(SEEDS))
     assert len(found) > 5
     assert not any(best for best, _ in found)

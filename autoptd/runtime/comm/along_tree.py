@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reasons:
-    """What ranks found wrong: of the first ranks the text, and the number of all ranks that found something."""
+    """Errors that ranks found: the texts of the first ranks, and the number of ranks that found one."""
 
     first: tuple[tuple[int, str], ...] = ()
     count: int = 0

@@ -152,7 +152,7 @@ def test_norms_in_float32_round_as_the_model_does(formula: Formula, precision: s
 
 
 def test_torch_s_norms_compute_in_float32() -> None:
-    """What recognition of half-precision norms relies on; seen in torch 2.13."""
+    """Recognition of half-precision norms relies on this; seen in torch 2.13."""
     x, w = torch.randn(50, 96, dtype=torch.bfloat16), torch.randn(96, dtype=torch.bfloat16)
     assert torch.equal(F.rms_norm(x, (96,), None, 1e-6), rms(x.float()).bfloat16())
     assert torch.equal(F.rms_norm(x, (96,), w, 1e-6), (w * rms(x.float())).bfloat16())

@@ -353,10 +353,8 @@ class Device(TorchDispatchMode):
             self._check_device(func, args, kwargs, tensors)
         else:
             self._check_memory(func, args, kwargs, tensors)
-        if func in _ONLY_ON_GPUS:
-            func = _ONLY_ON_GPUS[func]
         on_device = here if to_device is None else to_device
-        out = _run(func, args, kwargs, on_device)
+        out = _run(_ONLY_ON_GPUS.get(func, func), args, kwargs, on_device)
         if on_device:
             self._access(func, args, kwargs, out)
         return self.pin(out) if pins else out

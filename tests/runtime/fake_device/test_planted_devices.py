@@ -126,7 +126,7 @@ def _waiting(numbers: Tensor | Sequence[float], dtype: torch.dtype, device: torc
 def test_counts_that_stay_on_the_host(monkeypatch: Patch) -> None:
     ask = Ask("skip_mlp", Mesh(2), "fp32")
     monkeypatch.setattr(batch_counts, "on_device", _left)
-    assert re.search(r"all_gather of dp .* gets torch.float64 \[\d+\] of the host", fault_of(ask, WrongDevice))
+    assert re.search(r"all_gather of world .* gets torch.float64 \[\d+\] of the host", fault_of(ask, WrongDevice))
 
 
 @pytest.mark.fault("a collective of the host's tensors")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoptd.layout.mesh import Mesh
-from autoptd.ops import context_attention
+from autoptd.ops import cp_axis
 from autoptd.runtime import messages
 from autoptd.runtime.comm import process_group, processes
 from autoptd.runtime.comm.process_group import Works
@@ -77,11 +77,11 @@ def test_keys_read_before_they_come_round(monkeypatch: Patch) -> None:
     """The handles stay alive, so that memory does too."""
     kept: list[Any] = []
 
-    def wait(self: context_attention._RingMessage) -> Any:
+    def wait(self: cp_axis.RingMessage) -> Any:
         kept.append(self.handles)
         return self.coming
 
-    monkeypatch.setattr(context_attention._RingMessage, "wait", wait)
+    monkeypatch.setattr(cp_axis.RingMessage, "wait", wait)
     assert "reads what shift" in fault_of(RING, StreamRace)
 
 
