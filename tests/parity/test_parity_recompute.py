@@ -277,8 +277,8 @@ def measured(name: str, made: Parallel, policy: str) -> int:
 
 @pytest.mark.parametrize(("name", "policy", "cp"), pairwise(product(KINDS, OF_LAYERS, (1, 2))))
 def test_kept_bytes_are_those_predicted(name: str, policy: str, cp: int) -> None:
-    """Exact, except on a cp rank, for a term that the model omits: a ring written out saves a maximum and a sum of a row, not
-    only their log-sum-exp.
+    """Exact, except on a cp rank, for a term that the model omits: a ring that is written out saves a maximum and a
+    sum of each row, not only their log-sum-exp.
 
     Attention written out saves the keys and values that it gathered unless it is recomputed. A CPU has no kernel for
     RMS norms: it saves the normalised rows too, of both norms of a layer.
