@@ -95,8 +95,9 @@ class Candidate(NamedTuple):
 
     @property
     def choices(self) -> tuple[object, ...]:
-        """Its mesh, experts' ranks, schedule, sharded state, offload, splits, recomputation and devices."""
-        mesh = self.dp, self.tp, self.pp, self.cp, self.micro
+        """Its mesh, experts' ranks, schedule, sharded state, offload, splits, recomputation and devices, without its
+        microbatch: other choices have another best one."""
+        mesh = self.dp, self.tp, self.pp, self.cp
         run, state = (self.schedule, self.virtual), (self.zero, self.shards)
         return mesh, (self.ep, self.etp), run, state, self.offload, self.memory_saving, self.recompute, self.pools
 

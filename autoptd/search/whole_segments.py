@@ -61,7 +61,7 @@ class Chains(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """Contents that a rank can hold: `counts` of segments, [content, kind], and whether the model begins and ends there."""
+    """Contents that a rank can hold: `counts` of segments, [content, kind], and if the model begins and ends there."""
 
     counts: Ints
     first: NDArray[np.bool_]
@@ -143,7 +143,7 @@ def _rates(seconds: Floats, nbytes: Floats) -> Floats:
 
 
 class WholeSegments:
-    """Contents that each rank can hold within `limit_s`, their seconds, and whether all ranks hold the model together."""
+    """Contents that each rank can hold within `limit_s`, their seconds, and if all ranks hold the model together."""
 
     def __init__(
         self,

@@ -23,8 +23,9 @@ mesh. Instead of 1. to 3., `search/pipeline/cut_ilp.py` states the same partitio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,6 +248,31 @@ def smallest_cut(problem: PartitionProblem) -> Partition:
         if found is not None and (full or found.value <= windows.least_excess[:, :, -1].min()):
             return found
         longest *= 2
+
+
+def balanced(cuts: Cuts, ranks: Sequence[int], seconds: Floats, uncut: Collection[int]) -> Cuts:
+    """Move single segments over the ends of stages while the ranks' seconds become more even: the sum of their squares
+    falls with each move.
+
+    `ranks`: the rank of each stage; `seconds`: of each segment; `uncut`: segments that no stage may begin with.
+    """
+    lasts, busy_s = [last for _, last in cuts], np.zeros(max(ranks) + 1)
+    for rank, (first, last) in zip(ranks, cuts, strict=True):
+        busy_s[rank] += seconds[first : last + 1].sum()
+    while True:
+        moves = []
+        for k, (rank, following) in enumerate(pairwise(ranks)):
+            before = lasts[k - 1] if k else -1
+            for taker, giver, end in ((rank, following, lasts[k] + 1), (following, rank, lasts[k] - 1)):
+                moved_s = seconds[max(end, lasts[k])]
+                gain_s = busy_s[giver] - busy_s[taker] - moved_s
+                if before < end < lasts[k + 1] and end + 1 not in uncut and gain_s > RELATIVE * busy_s[giver]:
+                    moves.append((moved_s * gain_s, k, end, taker, giver, moved_s))
+        if not moves:
+            return tuple((first + 1, last) for first, last in pairwise((-1, *lasts)))
+        _, k, lasts[k], taker, giver, moved_s = max(moves)
+        busy_s[taker] += moved_s
+        busy_s[giver] -= moved_s
 
 
 def even_cuts(folded: Folded, stages: int) -> tuple[tuple[int, int], ...]:

@@ -24,9 +24,9 @@ from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
 from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, path_of, relaxed_bound
-from autoptd.search.pipeline.partition import CutObjective, Cuts, even_cuts, least_value, smallest_cut, solve_cuts
+from autoptd.search.pipeline.partition import CutObjective, balanced, even_cuts, least_value, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
-from autoptd.search.pipeline.windows import Floats, Partition, PartitionProblem
+from autoptd.search.pipeline.windows import Cuts, Floats, Partition, PartitionProblem
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.whole_segments import Chains, RankCosts, WholeSegments, contents, most_of
 
@@ -100,12 +100,12 @@ class Stages:
 
     def solutions(self) -> list[Staged]:
         """Return the cuts of which one is the best; which one, a simulation tells. Raises DoesNotFit."""
-        if self.fixed or self.count == 1:
-            return [self.finish(self._fixed_cuts())]
-        if self.method.virtual == 1:
-            return [self.finish(self._cut())]
+        if self.fixed or self.count == 1 or self.method.virtual == 1:
+            return [self.finish(self._fixed_cuts() if self.fixed or self.count == 1 else self._cut())]
         # with several chunks per rank, even chunks may wait less than the bound assumes
-        cuts = dict.fromkeys((self._cut_without_limits(), self._even(), self._rounded()))
+        most, ranks = self._cut_without_limits(), list(map(self.candidate.route.holder, range(self.count)))
+        shared = balanced(most, ranks, self.problem.least_s, self.method.uncut)
+        cuts = dict.fromkeys((most, shared, self._even(), self._rounded()))
         found = [staged for cut in cuts if cut and (staged := self._if_it_fits(cut))]
         return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
 

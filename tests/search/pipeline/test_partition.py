@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -118,6 +119,23 @@ def test_equal_segments_are_cut_evenly() -> None:
     even = partitioning([1.0] * 12, 4)
     for rounds in (7.0, 0.0):  # with a single microbatch too, where all cuts take equally long
         assert solve_cuts(even, CutObjective(rounds), asked(even)[0]) == ((0, 2), (3, 5), (6, 8), (9, 11))
+
+
+def test_segments_move_to_ranks_with_less_work() -> None:
+    """Twelve chunks on two ranks, with a head as heavy as two segments: rank 1, which has it, holds fewer others."""
+    seconds = np.array([0.1, *[1.0] * 64, 2.3])
+    before = ((0, 5), *((i, i + 5) for i in range(6, 54, 6)), (54, 58), (59, 63), (64, 65))
+    assert sum(last - first + 1 for first, last in before) == len(seconds)
+    found = cuts.balanced(before, [0, 1] * 6, seconds, {7})
+    assert found[0][0] == 0 and all(a + 1 == b for (_, a), (b, _) in pairwise(found)) and found[-1][1] == 65
+    assert all(first <= last and first != 7 for first, last in found)
+    busy_s = [sum(seconds[first : last + 1].sum() for first, last in found[rank::2]) for rank in range(2)]
+    assert abs(busy_s[0] - busy_s[1]) <= 1.0
+
+
+def test_ranks_that_share_evenly_keep_their_cut() -> None:
+    even = ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert cuts.balanced(even, [0, 1, 0, 1], np.ones(8), ()) == even
 
 
 def test_a_heavy_head_leaves_its_stage_fewer_layers() -> None:
