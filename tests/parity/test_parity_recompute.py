@@ -313,4 +313,5 @@ def test_an_edited_policy_is_seen_in_bytes(name: str, policy: str, pattern: str,
     made = made_for(name, 2, policy)
     files = {n: re.sub(pattern, by, text) if n == "blocks.py" else text for n, text in made.program.files.items()}
     assert files != made.program.files, "nothing was planted"
-    assert measured(name, with_files(made, files), policy) != predicted(name, made, policy) + saved_by_norms(name, policy)
+    right = predicted(name, made, policy) + saved_by_norms(name, policy)
+    assert measured(name, with_files(made, files), policy) != right

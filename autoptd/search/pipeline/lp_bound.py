@@ -111,10 +111,8 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
     if pipeline.schedule is not None:
         kind = pipeline.schedule, len(pipeline.pools)
         edges_s = busiest_edge_s(sends, *kind, pipeline.microbatches)
-        route, path = (
-            route_of(*kind, pipeline.virtual),
-            path_of(blocks, *kind, pipeline.microbatches, pipeline.virtual, sends),
-        )
+        route = route_of(*kind, pipeline.virtual)
+        path = path_of(blocks, *kind, pipeline.microbatches, pipeline.virtual, sends)
         last = [] if row_of(pipeline.schedule).splits_backward else list(route.stages_of(0))
     least = program.variable(upper=math.inf)
     shares: list[list[list[int]]] = [[[] for _ in b.segments or (b,)] for b in blocks]

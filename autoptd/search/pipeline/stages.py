@@ -100,12 +100,13 @@ class Stages:
 
     def solutions(self) -> list[Staged]:
         """Return the cuts of which one is the best; which one, a simulation tells. Raises DoesNotFit."""
-        if self.fixed or self.count == 1 or self.method.virtual == 1:
-            return [self.finish(self._fixed_cuts() if self.fixed or self.count == 1 else self._cut())]
-        # with several chunks per rank, even chunks may wait less than the bound assumes
+        if self.fixed or self.count == 1:
+            return [self.finish(self._fixed_cuts())]
+        if self.method.virtual == 1:
+            return [self.finish(self._cut())]
         most, ranks = self._cut_without_limits(), list(map(self.candidate.route.holder, range(self.count)))
         shared = balanced(most, ranks, self.problem.least_s, self.method.uncut)
-        cuts = dict.fromkeys((most, shared, self._even(), self._rounded()))
+        cuts = dict.fromkeys((most, shared, self._even(), self._rounded()))  # even ones may wait less than the bound
         found = [staged for cut in cuts if cut and (staged := self._if_it_fits(cut))]
         return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
 
