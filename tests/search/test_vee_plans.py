@@ -48,12 +48,12 @@ def test_what_is_asked_for_is_planned(traced: autoptd.TracedModel, tmp_path: Pat
 
 def test_the_first_rank_holds_most_of_its_first_chunk(traced: autoptd.TracedModel) -> None:
     """The rank holds 7 + 1 or 8 + 0 microbatches of its two chunks, of which the second saves the logits."""
-    plan = autoptd.plan(traced, **ASKED, fix={"schedule": "zero-bubble-v", "recompute": "none", **PIPELINE})
-    one = autoptd.plan(traced, **ASKED, fix={"schedule": "1f1b", "recompute": "none", **PIPELINE})
-    activations = [row["activations"] for row in plan.predicted.memory]
+    fix = {"schedule": "zero-bubble-v", "recompute": "none", "stages": "even", **PIPELINE}
+    first, *others = (row["activations"] for row in autoptd.plan(traced, **ASKED, fix=fix).predicted.memory)
     assert alive(0, 4, 16, "zero-bubble-v", 2) == Alive(((7, 1), (8, 0)))
-    # logits of one microbatch, not of four: less than a 1F1B rank that saves them for all four
-    assert max(activations) < 1.2 * max(row["activations"] for row in one.predicted.memory)
+    assert len({*others}) == 1  # one layer a chunk
+    # of one microbatch: logits in bf16, their log-softmax in fp32, and labels
+    assert first - others[0] == 256 * (1024 * (2 + 4) + 8)
 
 
 def test_a_search_weighs_every_schedule(traced: autoptd.TracedModel) -> None:
