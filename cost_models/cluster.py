@@ -299,7 +299,7 @@ def _shipped_with(device: str) -> Cluster:
     for cluster in clusters:
         if device in (cluster.device.name, cluster.name, *cluster.device.reported_names):
             return cluster
-    known = [cluster.device.name for cluster in clusters]
+    known = {cluster.device.name for cluster in clusters}
     raise ClusterError(
         f"there is no device named {device!r}; {nearest(device, known)}",
         fix="use one of these, or your own Device",

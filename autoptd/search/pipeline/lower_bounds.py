@@ -205,10 +205,12 @@ class CandidateBounds:
 
     @cached_property
     def _product_s(self) -> float:
-        """Seconds of a sample's matrix products on one device."""
+        """Seconds of a sample's matrix products on one device, each at the best rate for its precision."""
         devices = [pool.device for pool in self.task.cluster.pools]
-        rate = max(d.matmul_flops_per_s.of(self.task.precision) * d.matmul_sustained.fraction for d in devices)
-        return self.known.product_flops(tuple(self.task.sizes.items())) / rate
+        flops = self.known.product_flops(tuple(self.task.sizes.items()), in_fp8=bool(self.method.fp8))
+        return sum(
+            n / max(d.matmul_flops_per_s.of(of) * d.matmul_fraction(of) for d in devices) for of, n in flops.items()
+        )
 
     def bound_s(self, c: Candidate, sharded: Sharded) -> float:
         """Return a lower bound over all cuts, without recomputation, with the step end of an average pipeline rank."""

@@ -11,7 +11,7 @@ The key of each entry holds everything that its value depends on, so that no ent
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -83,7 +83,7 @@ class ShardingCache:
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
         self._programs = SplitPrograms()
-        self._flops: dict[Values, tuple[float, float]] = {}
+        self._flops: dict[tuple[Values, bool], tuple[Mapping[str, float], float]] = {}
 
     def read(self) -> ShardingCache:
         """Compute the facts about the graph now rather than during the first plan."""
@@ -167,17 +167,19 @@ class ShardingCache:
 
     def flops(self, values: Values) -> float:
         """Return the floating-point operations of one sample: forward, and backward for operands with gradients."""
-        return sum(self._flops_of(values))
+        products, others = self._flops_of(values)
+        return sum(products.values()) + others
 
-    def product_flops(self, values: Values) -> float:
-        """Return the part of `flops` in matrix products, which no device runs faster than its sustained rate."""
-        return self._flops_of(values)[0]
+    def product_flops(self, values: Values, *, in_fp8: bool) -> Mapping[str, float]:
+        """Return the part of `flops` in matrix products by their precision: no device runs it faster than its sustained
+        rate. `in_fp8`: whether a recipe computes products with weights in fp8."""
+        return self._flops_of(values, in_fp8)[0]
 
-    def _flops_of(self, values: Values) -> tuple[float, float]:
-        """Return floating-point operations of (matrix products, all other ops)."""
-        if values not in self._flops:
-            sizes, products, others = Sizes({BATCH: 1, **dict(values)}, BATCH), 0.0, 0.0
-            ops = self.facts.ops
+    def _flops_of(self, values: Values, in_fp8: bool = False) -> tuple[Mapping[str, float], float]:
+        """Return floating-point operations of (matrix products by precision, all other ops)."""
+        if (key := (values, in_fp8)) not in self._flops:
+            sizes, products, others = Sizes({BATCH: 1, **dict(values)}, BATCH), defaultdict[str, float](float), 0.0
+            ops, recipe = self.facts.ops, self.facts.fp8 if in_fp8 else ()
             for kind, segment in self.folded.representatives.items():
                 for node in segment.nodes:
                     if node in ops and ops[node].work.flops != 0:
@@ -185,8 +187,8 @@ class ShardingCache:
                         times = 1 + sum(t.requires_grad for t in op.call.operands[:2])
                         total = self.folded.multiplicity(kind) * times * float(sizes(op.work.flops))
                         if op.work.kind == "matmul":
-                            products += total
+                            products["fp8" if node in recipe else op.dtype] += total
                         else:
                             others += total
-            self._flops[values] = products, others
-        return self._flops[values]
+            self._flops[key] = products, others
+        return self._flops[key]
