@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autoptd.errors import AutoptdError
 from autoptd.progress import Progress
@@ -28,16 +28,18 @@ from autoptd.search.constraints.named import read_named
 from autoptd.search.infeasible import nothing_fits
 from autoptd.search.left_behind import LeftBehind
 from autoptd.search.memory_filter import MemoryFilter
+from autoptd.search.memory_prices import MemoryPrices
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
 from autoptd.search.pipeline.lower_bounds import CandidateBounds
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
+from autoptd.search.runners_up import Answer as Answer
 from autoptd.search.runners_up import RunnerUp, runners_up
-from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
+from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.sharding.solve import CLOSE, Splitter
-from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.search.sharding.tensors import Sharded
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
 from autoptd.search.task import candidate_space
@@ -48,20 +50,6 @@ _SIMULATED = _CUT + 3  # steps before the simulation
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
 # constraints, beside meshes, that may cost memory
 _COST_MEMORY = {"cuts", "headroom", "max_tp", "offload", "splits", "whole"}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The best plan found, and how the search went."""
-
-    staged: Staged
-    tensors: Tensors
-    considered: int  # candidates
-    visited: int  # candidates whose cuts into stages were measured
-    gap: float  # no candidate takes less than (1 - gap) times the best
-    question: ShardingQuery  # answered by `tensors`
-    known: ShardingCache
-    runners_up: tuple[RunnerUp, ...]
 
 
 class Planner:
@@ -93,7 +81,8 @@ class Planner:
         self._sharded_state: dict[Candidate, QueueEntry] = {}  # the entries with ZeRO 1 over all ranks
         self._families: dict[Hashable, list[Candidate]] = {}
         self._alike: dict[Hashable, dict[int, list[QueueEntry]]] = {}  # those with equal splits, by their microbatch
-        self._family_s: dict[Hashable, float] = {}  # lower bounds on the passes of a family's candidates
+        self._family_s: dict[Hashable, tuple[float, float]] = {}  # bounds of passes, and what they had to reach
+        self._prices = MemoryPrices()
         self._whole: dict[Hashable, Sharded | AutoptdError] = {}  # the model's work on one rank
         self._best: Staged | None = None
         self._variants = Variants(task, self._memory)
@@ -200,6 +189,10 @@ class Planner:
     def _best_s(self) -> float:
         return NEVER if self._best is None else self._best.seconds
 
+    def _passes_to_beat_s(self, c: Candidate) -> float:
+        """Return the seconds from which the passes of a candidate make it no better than the best."""
+        return self._best_s - self._bounds.with_end_s(c, 0.0)
+
     # ---- steps: each returns a lower bound of the cuts that are left ----
 
     def _bound_by_work(self, e: QueueEntry) -> float:
@@ -246,11 +239,15 @@ class Planner:
         if self._is_dominated(e):
             e.step = len(self._steps)
             return e.bound_s
-        if (key := (c.family, c.offload)) not in self._family_s:
+        key, needed_s = (c.family, c.offload), self._passes_to_beat_s(c)
+        found_s, reached_s = self._family_s.get(key, (0.0, 0.0))
+        if reached_s <= found_s < needed_s:  # else it is the least
             members = self._families[c.plain_memory.family]
             lightest = c if c.zero > 1 else c._replace(zero=max(m.zero for m in members), shards=0)
-            self._family_s[key] = self._stages(lightest).memory_bound_s({(m.schedule, m.virtual) for m in members})
-        e.passes_s = max(e.passes_s, self._family_s[key])
+            kinds = {(m.schedule, m.virtual) for m in members}
+            found_s = self._stages(lightest).memory_bound(kinds, self._prices, needed_s).seconds
+            self._family_s[key] = found_s, needed_s
+        e.passes_s = max(e.passes_s, found_s)
         e.is_short = self._bounds.with_end_s(c, e.passes_s) > e.bound_s
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
 
@@ -265,11 +262,12 @@ class Planner:
         assert stages is not None
         if stages.fixed or self._bound_by_lighter(e):
             return e.bound_s
-        e.passes_s = max(e.passes_s, stages.memory_bound_s({(c.schedule, c.virtual)}))
+        found = stages.memory_bound({(c.schedule, c.virtual)}, self._prices, self._passes_to_beat_s(c))
+        e.passes_s = max(e.passes_s, found.seconds)
         if self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s)) >= self._best_s:
             e.is_full = True  # memory may be what raises it
             return e.bound_s
-        e.reduced_s, is_full, _ = stages.relaxed_bound
+        e.reduced_s, is_full, *_ = stages.relaxed_bound
         e.is_full = e.is_full or is_full
         return self._raise_bound(e, self._bounds.with_end_s(c, e.reduced_s))
 
@@ -279,8 +277,8 @@ class Planner:
         self._visited += 1
         if (stages := e.stages) is None or e.candidate.virtual == 1 or stages.fixed or self._best is None:
             return self._bound_cuts(e, stages or self._stages(e.candidate), measured=True)
-        passes_s = self._best_s - self._bounds.with_end_s(e.candidate, 0.0)
-        return self._raise_bound(e, self._best_s if stages.excludes(passes_s) else 0.0)
+        is_excluded = stages.excludes(self._passes_to_beat_s(e.candidate))
+        return self._raise_bound(e, self._best_s if is_excluded else 0.0)
 
     def _bound_cuts(self, e: QueueEntry, stages: Stages, *, measured: bool) -> float:
         c = e.candidate
@@ -289,7 +287,7 @@ class Planner:
             return self._bound_only_cut(e, stages) if measured and is_only else e.bound_s
         if self._bound_by_lighter(e):
             return e.bound_s
-        passes_s, is_full, _ = stages.least(measured=measured)
+        passes_s, is_full, *_ = stages.least(measured=measured)
         e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
 

@@ -1,4 +1,4 @@
-"""Plans that a search did not choose: of other meshes, and of other values of each choice.
+"""The answer of a search: its plan, and others that it did not choose, of other meshes and values of each choice.
 
 A search excludes most candidates by lower bounds, without a plan of theirs. Here some of these are planned after it: of
 each mesh and value the candidate with the least bound, and the one of those without chunks.
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from autoptd.errors import AutoptdError
 from autoptd.search.candidate_queue import NEVER, QueueEntry
 from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.evaluate import Staged
+from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
+from autoptd.search.sharding.tensors import Tensors
 
 _MESHES = 8  # the most promising, which are planned
 _VALUES = 12  # of a choice
@@ -30,6 +33,20 @@ class RunnerUp:
     candidate: Candidate
     seconds: float
     least_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan found, and how the search went."""
+
+    staged: Staged
+    tensors: Tensors
+    considered: int  # candidates
+    visited: int  # candidates whose cuts into stages were measured
+    gap: float  # no candidate takes less than (1 - gap) times the best
+    question: ShardingQuery  # answered by `tensors`
+    known: ShardingCache
+    runners_up: tuple[RunnerUp, ...]
 
 
 def runners_up(

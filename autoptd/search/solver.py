@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +132,9 @@ class Outcome:
     """The result of a solver.
 
     `status`: "optimal"; "feasible" (stopped by the time limit; `bound` limits the optimum); "infeasible"; or "unknown"
-    (stopped by the time limit without a solution). `values` is empty if there is no solution.
+    (stopped by the time limit without a solution). `values` is empty if there is no solution. `prices`: of each row of
+    a program without whole variables, what a unit more of its limit adds to the optimum; where it is infeasible, those
+    that prove so (Farkas 1902). Empty if the solver gives none.
     """
 
     status: str
@@ -141,6 +143,7 @@ class Outcome:
     bound: float  # no solution costs less
     solver: str
     notes: tuple[str, ...] = ()
+    prices: tuple[float, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -169,7 +172,7 @@ def minimise(program: IntegerProgram, costs: Mapping[int, float], time_limit_s: 
             continue
         if notes:
             notes.append(f"solved with {name} instead")
-        return Outcome(outcome.status, outcome.values, outcome.objective, outcome.bound, name, tuple(notes))
+        return replace(outcome, solver=name, notes=tuple(notes))
     raise SolverFailed("no integer-programming solver works", where="; ".join(notes), fix="pip install highspy")
 
 
@@ -258,10 +261,14 @@ def _solve_highs(program: IntegerProgram, time_limit_s: float) -> Outcome:
     bound = -math.inf
     match highs.getModelStatus():
         case states.kInfeasible | states.kUnboundedOrInfeasible:
-            return Outcome("infeasible", (), math.inf, math.inf, "")
+            _, exists, ray = highs.getDualRay() if not any(program.whole) else (None, False, ())
+            return Outcome("infeasible", (), math.inf, math.inf, "", prices=tuple(ray) if exists else ())
         case states.kOptimal:
-            values, program.basis = list(highs.getSolution().col_value), highs.getBasis()
+            found = highs.getSolution()
+            values, program.basis = list(found.col_value), highs.getBasis()
             bound = highs.getObjectiveValue() / scale
+            if not any(program.whole):
+                return replace(_optimal(program, values), prices=tuple(np.array(found.row_dual) / scale))
             if _is_whole(program, values):
                 return _optimal(program, values)
         case states.kTimeLimit:

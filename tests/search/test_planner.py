@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from autoptd.models.nanogpt import NanoGPT
 from autoptd.progress import Silent
 from autoptd.search.constraints.options import DIMENSIONS, read_constraints
 from autoptd.search.infeasible import InfeasibleSplit
+from autoptd.search.memory_prices import MemoryPrices
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged, simulated
 from autoptd.search.planner import Planner, Task
@@ -71,7 +73,7 @@ def test_no_candidate_is_better_or_below_its_bounds(gpt: autoptd.TracedModel, in
             outlook.floor_s(c),
             outlook.bound_s(c, solved),
             outlook.with_end_s(c, stages.least(measured=False).seconds),
-            outlook.with_end_s(c, stages.memory_bound_s([(c.schedule, c.virtual)])),
+            outlook.with_end_s(c, stages.memory_bound([(c.schedule, c.virtual)], MemoryPrices(), math.inf).seconds),
             outlook.with_end_s(c, stages.least(measured=True).seconds),
             outlook.with_end_s(c, stages.relaxed_bound.seconds),
         ):

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from autoptd.schedule import Alive, route_of, row_of
 from autoptd.search.critical_paths import PassShares, PathWeights, average_path
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s
-from autoptd.search.solver import IntegerProgram, minimise
+from autoptd.search.solver import IntegerProgram, Outcome, minimise
 
 _GROUPS = 16  # most groups of stages, with one device type
 _FULL = 1e-6  # distance from a limit at which it counts as reached
@@ -74,6 +74,10 @@ class Pipeline:
     budgets: tuple[float, ...]
     sends_s: tuple[float, ...] = ()
 
+    def most_pieces(self, blocks: Sequence[Blocks]) -> float:
+        """Return how many single segments a rank may hold, by (3)."""
+        return 2.0 * max(0, max(len(same.segments) for same in blocks) - 1) * self.virtual
+
 
 def in_flight(alive: Alive) -> tuple[tuple[float, ...], ...]:
     """Return the `alive` of a rank for a `Pipeline`."""
@@ -91,14 +95,19 @@ def least_in_flight(group: Sequence[tuple[tuple[float, ...], ...]]) -> list[tupl
     return [tuple(map(min, zip(*(rank[min(i, len(rank) - 1)] for rank in wide), strict=True))) for i in range(count)]
 
 
+Prices = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]  # of (1), (4) and (3) for each group of stages
+
+
 class LeastBound(NamedTuple):
     """A lower bound of all cuts, infinite if none fits, and whether memory raises it, or that of its stages.
 
-    `work_s`: seconds of a microbatch on each stage, without recomputation, in the fractions that attain the bound."""
+    `work_s`: seconds of a microbatch on each stage, without recomputation, in the fractions that attain the bound;
+    `prices`: those that prove it (`search/memory_prices.py`), without a schedule."""
 
     seconds: float
     is_full: bool
     work_s: tuple[float, ...] = ()
+    prices: Prices | None = None
 
 
 def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> LeastBound:
@@ -116,12 +125,11 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
         last = [] if row_of(pipeline.schedule).splits_backward else list(route.stages_of(0))
     least = program.variable(upper=math.inf)
     shares: list[list[list[int]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
-    longest = max(len(b.segments) for b in blocks)
     chain: dict[int, float] = {}
     memory: list[tuple[dict[int, float], float]] = []
     recomputed: list[int] = []
     work: list[tuple[list[int], dict[int, float]]] = []  # stages, and the seconds that variables add to them
-    for group in _groups(pipeline.pools):
+    for group in groups_of(pipeline.pools):
         budget_bytes = pipeline.budgets[group[0]]
         peaks = least_in_flight([pipeline.alive[k] for k in group])
         busy, partial = dict[int, float](), list[int]()
@@ -132,7 +140,7 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
             for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
                 for i, part in enumerate((same.whole, *same.segments)):
                     for there_s, again_s, kept in part.options:
-                        some = program.variable(upper=same.count)
+                        some = program.variable(upper=math.inf)  # (5) limits it
                         for share in own if i == 0 else own[i - 1 : i]:
                             share.append(some)
                         if i:
@@ -151,7 +159,7 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
                             row[some] = (part.state + peak[chunk] * kept) / max(1.0, budget_bytes)
         program.demand(1, {least: 1.0, **{some: -seconds for some, seconds in busy.items()}}, 0.0)
         if partial:
-            program.demand(3, dict.fromkeys(partial, 1.0), high=2.0 * (longest - 1) * pipeline.virtual * len(group))
+            program.demand(3, dict.fromkeys(partial, 1.0), high=pipeline.most_pieces(blocks) * len(group))
         for row in held if math.isfinite(budget_bytes) else ():
             memory.append((row, len(group) * budget_bytes / max(1.0, budget_bytes)))
             program.demand(4, row, high=memory[-1][1])
@@ -161,8 +169,9 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
     if path is not None:
         program.demand(2, {least: 1.0, **{some: -seconds for some, seconds in chain.items()}}, path.sends_s(sends))
     outcome = minimise(program, {least: 1.0})
+    prices = _prices(program, outcome) if path is None else None
     if outcome.status == "infeasible":
-        return LeastBound(math.inf, True)
+        return LeastBound(math.inf, True, prices=prices)
     if not outcome.values:
         return LeastBound(edges_s, True)
     values = outcome.values
@@ -171,7 +180,19 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
     for stages, own_s in work:
         work_s |= dict.fromkeys(stages, sum(n * values[v] for v, n in own_s.items()) / max(1, len(stages)))
     is_full = full or any(values[v] > _FULL for v in recomputed)
-    return LeastBound(max(outcome.bound, edges_s), is_full, tuple(work_s[stage] for stage in sorted(work_s)))
+    return LeastBound(max(outcome.bound, edges_s), is_full, tuple(work_s[stage] for stage in sorted(work_s)), prices)
+
+
+def _prices(program: IntegerProgram, outcome: Outcome) -> Prices | None:
+    """Return the prices of the groups, without those of seconds if nothing fits; None if the solver gave none, or
+    memory has no limit."""
+    found: dict[int, list[float]] = {1: [], 3: [], 4: []}
+    of_time = float(outcome.status != "infeasible")
+    for row, price in zip(program.rows, outcome.prices, strict=True) if outcome.prices else ():
+        if row.number in found:
+            found[row.number].append(max(0.0, price * of_time if row.number == 1 else -price))
+    seconds, memory, pieces = found[1], found[4], found[3] or [0.0] * len(found[1])
+    return (tuple(seconds), tuple(memory), tuple(pieces)) if memory and len(memory) == len(seconds) else None
 
 
 def path_of(
@@ -187,7 +208,7 @@ def path_of(
     return average_path(schedule, ranks, microbatches, virtual, shares)
 
 
-def _groups(pools: Sequence[int]) -> Iterator[range]:
+def groups_of(pools: Sequence[int]) -> Iterator[range]:
     """Yield groups of neighbouring stages on one device type, of about equal size."""
     size, start = -(-len(pools) // _GROUPS), 0
     for k in range(1, len(pools) + 1):

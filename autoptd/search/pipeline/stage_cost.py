@@ -209,7 +209,7 @@ class StageCost:
         """Bytes available for state and activations."""
         return self.limit - self._communication_bytes - self.device.context_bytes
 
-    @property
+    @cached_property
     def bound_bytes(self) -> float:
         """Bytes that bounds of all cuts may count with: `state` has the host's share of each segment by itself."""
         return self.budget_bytes + self.chunks.host_spare

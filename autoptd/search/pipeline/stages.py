@@ -17,6 +17,7 @@ from autoptd.layout.host_memory import host_share
 from autoptd.schedule import Alive, row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.infeasible import Shortfall
+from autoptd.search.memory_prices import MemoryPrices
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
@@ -321,11 +322,10 @@ class Stages:
     @cached_property
     def relaxed_bound(self) -> LeastBound:
         """Return the lower bound of `search/pipeline/lp_bound.py` over all cuts; infinite if none fits."""
-        c, method = self.candidate, self.method
+        c, v = self.candidate, self.method.virtual
         held = tuple(in_flight(self.held(rank)) for rank in range(c.pp))
-        budgets = tuple(self.stage_cost(rank).bound_bytes for rank in range(c.pp))
-        shape = method.schedule, c.microbatches, method.virtual
-        pipeline = Pipeline(*shape, held, self._pools, budgets, self.least_sends_s)
+        budgets = tuple(self.stage_costs[pool].bound_bytes for pool in self._pools)
+        pipeline = Pipeline(c.schedule, c.microbatches, v, held, self._pools, budgets, self.least_sends_s)
         return relaxed_bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline)
 
     def excludes(self, limit_s: float) -> bool:
@@ -355,16 +355,16 @@ class Stages:
         passes = np.stack([path.passes[:, list(c.route.stages_of(k))].min(axis=1) for k in range(c.pp)], axis=1)
         return Chains(passes, path.sends_s(sends_s), not row_of(schedule).splits_backward)
 
-    def memory_bound_s(self, kinds: Collection[tuple[str, int]]) -> float:
+    def memory_bound(self, kinds: Collection[tuple[str, int]], prices: MemoryPrices, limit_s: float) -> LeastBound:
         """Return a lower bound on the passes over all cuts under any of these schedules and numbers of chunks: their
-        work with the recomputation that fits, without the fill of the pipeline."""
+        work with the recomputation that fits, without the fill of the pipeline; one of `limit_s` is enough."""
         c = self.candidate
         held = tuple(
             ((min(alive(rank, c.pp, c.microbatches, kind, v).least / v for kind, v in kinds),),) for rank in range(c.pp)
         )
-        budgets = tuple(self.stage_cost(rank).bound_bytes for rank in range(c.pp))
+        budgets = tuple(self.stage_costs[pool].bound_bytes for pool in self._pools)
         pipeline = Pipeline(None, c.microbatches, max(v for _, v in kinds), held, self._pools, budgets)
-        return relaxed_bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline).seconds
+        return prices.bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline, limit_s)
 
     # ---- missing memory if nothing fits ----
 
