@@ -64,6 +64,7 @@ class CandidateQueue:
         self._best: Candidate | None = None  # if the entries near it are still to be moved
         self._tries = [0, 0, 0]  # simulations since the last better plan, by turn
         self._alike = Counter[tuple[object, ...]]()  # the same, by group
+        self.refused = 0  # candidates of which no cut that was tried fits, though another may
 
     def __contains__(self, c: Candidate) -> bool:
         return c in self._known

@@ -152,10 +152,14 @@ class Shortfall:
         return DoesNotFit(what, where=str(self), fix=", or ".join(remedies))
 
 
+_EVERY_CUT = "`exact=True` (--exact), which tries every cut of the model, and takes longer"
+
+
 def nothing_fits(
-    memory: MemoryFilter, world: int, tried: int, closest: Shortfall, fixed: Collection[str]
+    memory: MemoryFilter, world: int, tried: int, closest: Shortfall, fixed: Collection[str], *, is_proved: bool
 ) -> DoesNotFit:
-    """Return the refusal of a whole search. `fixed`: names of choices made by hand that may cost memory."""
+    """Return the refusal of a whole search. `fixed`: names of choices made by hand that may cost memory; `is_proved`:
+    every candidate was tried."""
     device = memory.cluster.device
     if closest.is_of_host:
         return _host_refusal(memory, world, tried, closest, fixed)
@@ -164,10 +168,10 @@ def nothing_fits(
     if memory.headroom == HEADROOM and "headroom" not in fixed:
         free = f", so that it fits with {CONFIDENCE:.0%} confidence"
     return DoesNotFit(
-        f"no plan fits: {tried} meshes considered on {world} × {device.name}, "
-        f"which have {usable / _GIB:.1f} GiB each for training{free}",
+        f"no plan {'fits' if is_proved else 'that fits was found'}: {tried} meshes considered on {world} × "
+        f"{device.name}, which have {usable / _GIB:.1f} GiB each for training{free}",
         where=f"closest: {closest.candidate}\n{closest}",
-        fix="; or ".join(_remedies(memory, world, closest, fixed)),
+        fix="; or ".join([*_remedies(memory, world, closest, fixed), *([] if is_proved else [_EVERY_CUT])]),
     )
 
 

@@ -47,9 +47,9 @@ from autoptd.search.variants import SHARES, Variants
 
 _CUT = 3  # steps before the bounds that read memory, which take longer
 _SIMULATED = _CUT + 3  # steps before the simulation
+_REFUSALS = 64  # candidates that may fit, but of which no cut that is tried does, before a search without a plan ends
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
-# constraints, beside meshes, that may cost memory
-_COST_MEMORY = {"cuts", "headroom", "max_tp", "offload", "splits", "whole"}
+_COST_MEMORY = {"cuts", "headroom", "max_tp", "offload", "splits", "whole"}  # constraints that may, beside meshes
 
 
 class Planner:
@@ -143,6 +143,7 @@ class Planner:
     def _visit(self, options: Sequence[Candidate]) -> float:
         """Find the best plan; return a lower bound of all candidates."""
         started, queue = time.monotonic(), self._queue
+        queue.refused = 0
         for c in options:
             queue.add(entry := QueueEntry(c, self._bounds.floor_s(c)))
             if c.zero == 1 and not c.shards:
@@ -150,7 +151,8 @@ class Planner:
             self._families.setdefault(c.family, []).append(c)
             self._alike.setdefault(self._splitter.alike(c), {}).setdefault(c.micro, []).append(entry)
         while (e := queue.pop()) is not None:
-            if self._best is not None and time.monotonic() - started > self.task.time_limit_s:
+            late, hopeless = time.monotonic() - started > self.task.time_limit_s, queue.refused >= _REFUSALS
+            if late if self._best else hopeless and self.task.effort is not None:
                 break
             ended = self.task.effort is not None and queue.has_ended(e)
             if e.bound_s >= self._best_s or (ended and e.step >= _CUT):
@@ -202,8 +204,7 @@ class Planner:
             e.is_weighed = True
             if (key := (c.micro, c.cp, c.ep, c.etp)) not in self._whole:
                 self._whole[key] = self._solved(c._replace(tp=1, memory_saving=False))
-            whole = self._whole[key]
-            if isinstance(whole, Sharded):
+            if isinstance(whole := self._whole[key], Sharded):
                 e.bound_s = max(e.bound_s, self._bounds.shared_out_s(c, whole))
         return e.bound_s
 
@@ -330,6 +331,7 @@ class Planner:
             if refusal.every_cut:
                 return self._raise_bound(e, NEVER)
             self._too_large.append(e)  # but other cuts may fit
+            self._queue.refused += 1
             return e.bound_s
         self._queue.count(e)  # those that do not fit say nothing about others
         for staged in solutions:
@@ -395,4 +397,4 @@ class Planner:
         missing = (self._stages(e.candidate).shortfall() for e in order[:_EXPLAINED])
         closest = min(missing, key=lambda s: s.worst_bytes)
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
-        return nothing_fits(self._memory, self.task.world, considered, closest, fixed)
+        return nothing_fits(self._memory, self.task.world, considered, closest, fixed, is_proved=not self._queue.pop())

@@ -20,6 +20,7 @@ from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.memory_prices import MemoryPrices
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged, simulated
+from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.planner import Planner, Task
 from autoptd.search.sharding.tensors import Sharded
 
@@ -193,3 +194,22 @@ def test_candidates_are_what_the_constraints_leave(gpt: autoptd.TracedModel) -> 
     found = planner(gpt, Cluster.load("dgx-h100"), 16, fix={"pp": 2}).candidates()
     assert {c.pp for c in found} == {2} and {c.tp for c in found} == {1, 2, 4, 8}
     assert all(isinstance(c, Candidate) and c.dp * c.tp * c.pp == 16 for c in found)
+
+
+def test_a_search_without_a_plan_ends(gpt: autoptd.TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fractions of segments fit, whole ones do not: after some of these the rest is left out, and the error says so."""
+    tried = []
+
+    def refuse(stages: Stages) -> list[Staged]:
+        tried.append(stages.candidate)
+        raise StagesDoNotFit("these stages do not fit", every_cut=False)
+
+    monkeypatch.setattr(Stages, "solutions", refuse)
+    monkeypatch.setattr(autoptd.search.planner, "refine", lambda *_: (None, False))
+    monkeypatch.setattr(autoptd.search.planner, "_REFUSALS", 5)
+    with pytest.raises(DoesNotFit, match=r"no plan that fits was found(.|\n)*exact=True"):
+        planner(gpt, roomy(80.0), fix={"pp": 4}).answer()
+    few = len(tried)
+    with pytest.raises(DoesNotFit, match="no plan fits"):
+        planner(gpt, roomy(80.0), fix={"pp": 4}, effort=None).answer()
+    assert 5 <= few <= 10 < len(tried) - few
