@@ -66,6 +66,7 @@ def _most_s(
     of_pool = [_columns(blocks) for blocks in by_pool]
     seconds, state, kept = (np.array(each)[[pipeline.pools[k] for k in firsts]] for each in zip(*of_pool, strict=True))
     costs = per_second * seconds + per_byte * (state + alive[:, None] * kept)  # [prices, group, option]
+    costs[:, ~np.array([_may_hold(by_pool[0], pipeline, group) for group in groups])] = np.inf
     parts = list(chain.from_iterable((same.whole, *same.segments) for same in by_pool[0]))
     starts = np.cumsum([0, *(len(part.options) for part in parts[:-1])])
     whole = np.minimum.reduceat(costs.min(axis=1), starts, axis=1)  # [prices, part]
@@ -92,3 +93,9 @@ def _columns(blocks: Sequence[Blocks]) -> tuple[Floats, Floats, Floats]:
     ]
     seconds, state, kept = np.array(rows).T
     return seconds, state, kept
+
+
+def _may_hold(blocks: Sequence[Blocks], pipeline: Pipeline, group: range) -> list[bool]:
+    """Return for each option of each block and segment whether a group may hold it."""
+    sizes = ((same, len(part.options)) for same in blocks for part in (same.whole, *same.segments))
+    return [pipeline.may_hold(group, same) for same, n in sizes for _ in range(n)]

@@ -30,6 +30,9 @@ def program(seed: int, shape: int) -> Program:
     of_shape, rng = random.Random(shape), random.Random(seed * 1000 + shape)
     ranks, counts = of_shape.choice([2, 3, 4, 20]), [of_shape.randint(1, 9) for _ in range(of_shape.randint(1, 3))]
     pieces = [of_shape.choice([0, 2, 3]) for _ in counts]
+    only: list[int | None] = [None] * len(counts)
+    if of_shape.random() < 0.5:  # the ends of a model
+        counts, pieces, only = [1, *counts, 1], [0, *pieces, 0], [0, *only, -1]
     pools = tuple(int(k >= ranks // 2) for k in range(ranks)) if of_shape.random() < 0.3 else (0,) * ranks
     costs, state = rng.random(), rng.getstate()
     by_pool = []
@@ -37,15 +40,17 @@ def program(seed: int, shape: int) -> Program:
         rng.setstate(state)
         slower = 1.0 + pool * costs
         blocks = [
-            Blocks(n, part(rng, slower), tuple(part(rng, slower) for _ in range(m)))
-            for n, m in zip(counts, pieces, strict=True)
+            Blocks(n, part(rng, slower), tuple(part(rng, slower) for _ in range(m)), at)
+            for n, m, at in zip(counts, pieces, only, strict=True)
         ]
         by_pool.append(blocks)
     held = tuple(((float(ranks - k),),) for k in range(ranks))
     whole = [(n, same.whole) for n, same in zip(counts, by_pool[0], strict=True)]
     least = sum(n * (w.state + min(kept for *_, kept in w.options) * ranks / 2) for n, w in whole) / ranks
     budgets = (least * rng.uniform(0.8, 2.0),) * ranks
-    return by_pool, Pipeline(None, rng.randint(1, 30), of_shape.choice([1, 2]), held, pools, budgets)
+    return by_pool, Pipeline(
+        None, rng.randint(1, 30), of_shape.choice([1, 2]), held, pools, budgets, (), (of_shape.choice([0, ranks - 1]),)
+    )
 
 
 def bound_by(prices: Sequence[Program], of: Program) -> float:
@@ -101,6 +106,10 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         assert too_high()
     with monkeypatch.context() as patch:  # a proof that nothing fits from any price
         patch.setattr(memory_prices, "_PROOF", -1e9)
+        assert too_high()
+    honest_ends, wrong = memory_prices._may_hold, Pipeline(None, 1, 1, (), (), (), (), (1,))
+    with monkeypatch.context() as patch:  # the ends of a model on the wrong ranks
+        patch.setattr(memory_prices, "_may_hold", lambda blocks, _, group: honest_ends(blocks, wrong, group))
         assert too_high()
     honest = memory_prices._columns
     for i in range(3):  # seconds, state and kept bytes that are 1 % too high

@@ -225,7 +225,18 @@ class CandidateBounds:
         if not overlapped and c.zero < 2 and not dispatched:  # experts' rows are sent equally in both passes
             ring = 1 / 3 if c.cp > 1 else 0.0  # ring attention sends once in forward, twice in backward
             share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
-        return self._even_s(c, seconds + self._gradients_s(c), share)
+        return max(self._even_s(c, seconds + self._gradients_s(c), share), self._to_last_s(c, sharded, seconds))
+
+    def _to_last_s(self, c: Candidate, sharded: Sharded, seconds: float) -> float:
+        """Return bound (7) of the last chunk, which has the last segment of the model: all other stages precede its
+        first pass and follow its last one. `seconds`: of a microbatch."""
+        if row_of(c.schedule).splits_backward:
+            return 0.0
+        cost = sharded.costs[self.known.folded.segments[-1].kind]
+        last_s = cost.forward_s + cost.backward_s
+        if "tp" in self.method.overlap:
+            last_s -= cost.forward_comm_s + cost.backward_comm_s
+        return self.with_end_s(c, seconds + (c.microbatches - 1) * last_s)
 
     def _even_s(self, c: Candidate, seconds: float, share: float) -> float:
         """Return a lower bound over all cuts of a model that takes `seconds` per microbatch, with the step's end: some

@@ -10,6 +10,8 @@ different numbers of microbatches in flight.
     (1)  C >= sum (y, z)[k] (microbatches (forward + backward + recompute) + reduction), over the stages k of a rank
     (2)  C >= the average of chains of `search/critical_paths.py`, linear in the same seconds and in those of messages,
          plus the reductions of the first rank, whose backward pass of the first stage ends all chains
+    (6)  C >= m T of the last stage + (m + 1 - p) T of the other stages of its rank + T of all other stages + messages:
+         bound (7) of `search/pipeline/lower_bounds.py` for the last chunk, if backward passes are not split
     (3)  sum z[k] <= 2 (segments of the longest block - 1)
     (4)  sum (y, z)[k] (state + alive[k] kept) <= budget of the rank, at each candidate memory peak
     (5)  sum_{k,w} y[k, g, w] + sum_{k,w} z[k, g, i, w] = number of g, for each segment i
@@ -21,10 +23,11 @@ Coefficients are seconds and bytes of a candidate, so each candidate has its own
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autoptd.cost_models.memory import alive
 from autoptd.schedule import Alive, route_of, row_of
 from autoptd.search.critical_paths import PassShares, PathWeights, average_path
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s
@@ -52,18 +55,20 @@ class BlockOptions:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A number of equal blocks. `segments`: the single segments of one, if a stage may hold part of a block."""
+    """A number of equal blocks. `segments`: the single segments of one, if a stage may hold part of a block; `only`: 0
+    or -1 if none but the first or the last stage may hold them."""
 
     count: int
     whole: BlockOptions
     segments: tuple[BlockOptions, ...] = ()
+    only: int | None = None
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """The pipeline of a candidate. For each rank, `alive`: at each candidate memory peak, the in-flight microbatches of
     each chunk, or one number for all chunks; `pools`: device type; `budgets`: bytes. `sends_s`: least seconds of a
-    message after each stage but the last.
+    message after each stage but the last; `ending`: the ranks that may hold the last stage.
     """
 
     schedule: str | None  # None: any
@@ -73,15 +78,31 @@ class Pipeline:
     pools: tuple[int, ...]
     budgets: tuple[float, ...]
     sends_s: tuple[float, ...] = ()
+    ending: tuple[int, ...] = ()
+
+    def may_hold(self, group: range, blocks: Blocks) -> bool:
+        """Return whether a group of ranks may hold these blocks."""
+        return blocks.only is None or any(rank in group for rank in ((0,) if blocks.only == 0 else self.ending))
 
     def most_pieces(self, blocks: Sequence[Blocks]) -> float:
         """Return how many single segments a rank may hold, by (3)."""
         return 2.0 * max(0, max(len(same.segments) for same in blocks) - 1) * self.virtual
 
 
-def in_flight(alive: Alive) -> tuple[tuple[float, ...], ...]:
+def of_any(
+    kinds: Collection[tuple[str, int]], microbatches: int, pools: tuple[int, ...], budgets: tuple[float, ...]
+) -> Pipeline:
+    """Return the pipeline that stands for any of these schedules and numbers of chunks."""
+    p = len(pools)
+    held = (min(alive(rank, p, microbatches, kind, v).least / v for kind, v in kinds) for rank in range(p))
+    ending = {route_of(kind, p, v).holder(p * v - 1) for kind, v in kinds}
+    most = max(v for _, v in kinds)
+    return Pipeline(None, microbatches, most, tuple(((n,),) for n in held), pools, budgets, (), tuple(ending))
+
+
+def in_flight(held: Alive) -> tuple[tuple[float, ...], ...]:
     """Return the `alive` of a rank for a `Pipeline`."""
-    rows = tuple(tuple(n / alive.parts for n in row) for row in alive.rows)
+    rows = tuple(tuple(n / held.parts for n in row) for row in held.rows)
     return tuple(row[:1] for row in rows) if all(len(set(row)) == 1 for row in rows) else rows
 
 
@@ -117,15 +138,18 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
     `by_pool`: the blocks with their costs on each device type."""
     program, blocks, sends = IntegerProgram(), by_pool[0], pipeline.sends_s
     edges_s, route, path, last = 0.0, None, None, list[int]()
+    count, rounds = len(pipeline.pools) * pipeline.virtual, list[int]()
     if pipeline.schedule is not None:
         kind = pipeline.schedule, len(pipeline.pools)
         edges_s = busiest_edge_s(sends, *kind, pipeline.microbatches)
         route = route_of(*kind, pipeline.virtual)
         path = path_of(blocks, *kind, pipeline.microbatches, pipeline.virtual, sends)
-        last = [] if row_of(pipeline.schedule).splits_backward else list(route.stages_of(0))
+        if not row_of(pipeline.schedule).splits_backward:
+            last = list(route.stages_of(0))
+            rounds = _rounds(kind[1], pipeline.microbatches, pipeline.virtual)
     least = program.variable(upper=math.inf)
     shares: list[list[list[int]]] = [[[] for _ in b.segments or (b,)] for b in blocks]
-    chain: dict[int, float] = {}
+    chain, to_last = dict[int, float](), dict[int, float]()
     memory: list[tuple[dict[int, float], float]] = []
     recomputed: list[int] = []
     work: list[tuple[list[int], dict[int, float]]] = []  # stages, and the seconds that variables add to them
@@ -136,8 +160,11 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
         held: list[dict[int, float]] = [{} for _ in peaks]
         for chunk in range(len(peaks[0])):
             stages = [s for k in group for s in route.stages_of(k)[chunk :: len(peaks[0])]] if route else []
-            work.append((stages, own_s := {}))
             for same, own in zip(by_pool[pipeline.pools[group[0]]], shares, strict=True):
+                at = stages if same.only is None else [s for s in stages if s == same.only % count]
+                if not (at if route else pipeline.may_hold(group, same)):
+                    continue
+                work.append((at, own_s := {}))
                 for i, part in enumerate((same.whole, *same.segments)):
                     for there_s, again_s, kept in part.options:
                         some = program.variable(upper=math.inf)  # (5) limits it
@@ -154,7 +181,9 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
                         if path is not None:
                             seconds = path.seconds(*passes)
                             seconds[last] += reduce_s
-                            chain[some] = float(seconds[stages].min())
+                            chain[some] = float(seconds[at].min())
+                        if rounds:
+                            to_last[some] = min(rounds[s] for s in at) * (passes[0] + passes[1])
                         for row, peak in zip(held, peaks, strict=True):
                             row[some] = (part.state + peak[chunk] * kept) / max(1.0, budget_bytes)
         program.demand(1, {least: 1.0, **{some: -seconds for some, seconds in busy.items()}}, 0.0)
@@ -168,6 +197,8 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
             program.demand(5, dict.fromkeys(share, 1.0), same.count, same.count)
     if path is not None:
         program.demand(2, {least: 1.0, **{some: -seconds for some, seconds in chain.items()}}, path.sends_s(sends))
+    if to_last:
+        program.demand(6, {least: 1.0, **{some: -seconds for some, seconds in to_last.items()}}, 2 * sum(sends))
     outcome = minimise(program, {least: 1.0})
     prices = _prices(program, outcome) if path is None else None
     if outcome.status == "infeasible":
@@ -176,11 +207,18 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
         return LeastBound(edges_s, True)
     values = outcome.values
     full = any(sum(n * values[v] for v, n in held.items()) > limit - _FULL for held, limit in memory)
-    work_s = dict[int, float]()
+    work_s = [0.0] * (count if route else 0)
     for stages, own_s in work:
-        work_s |= dict.fromkeys(stages, sum(n * values[v] for v, n in own_s.items()) / max(1, len(stages)))
+        for stage in stages:
+            work_s[stage] += sum(n * values[v] for v, n in own_s.items()) / len(stages)
     is_full = full or any(values[v] > _FULL for v in recomputed)
-    return LeastBound(max(outcome.bound, edges_s), is_full, tuple(work_s[stage] for stage in sorted(work_s)), prices)
+    return LeastBound(max(outcome.bound, edges_s), is_full, tuple(work_s), prices)
+
+
+def _rounds(ranks: int, microbatches: int, virtual: int) -> list[int]:
+    """Return the times that (6) counts the seconds of each stage."""
+    on_last_rank = 1 + microbatches - ranks
+    return ([1] * (ranks - 1) + [on_last_rank]) * (virtual - 1) + [1] * (ranks - 1) + [microbatches]
 
 
 def _prices(program: IntegerProgram, outcome: Outcome) -> Prices | None:

@@ -325,7 +325,8 @@ class StageCost:
         found = []
         for same, parts in zip(self.blocks.alike, self.blocks.relaxed, strict=True):
             whole, *segments = [self._part(run, options) for run, options in parts]
-            found.append(Blocks(len(same), whole, tuple(segments)))
+            only = {((0,),): 0, ((len(self.chunks.names) - 1,),): -1}.get(tuple(same))
+            found.append(Blocks(len(same), whole, tuple(segments), only))
         return found
 
     @property

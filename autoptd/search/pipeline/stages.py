@@ -24,7 +24,7 @@ from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
-from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, path_of, relaxed_bound
+from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, of_any, path_of, relaxed_bound
 from autoptd.search.pipeline.partition import CutObjective, balanced, even_cuts, least_value, smallest_cut, solve_cuts
 from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.pipeline.windows import Cuts, Floats, Partition, PartitionProblem
@@ -325,7 +325,8 @@ class Stages:
         c, v = self.candidate, self.method.virtual
         held = tuple(in_flight(self.held(rank)) for rank in range(c.pp))
         budgets = tuple(self.stage_costs[pool].bound_bytes for pool in self._pools)
-        pipeline = Pipeline(c.schedule, c.microbatches, v, held, self._pools, budgets, self.least_sends_s)
+        ending = (c.route.holder(self.count - 1),)
+        pipeline = Pipeline(c.schedule, c.microbatches, v, held, self._pools, budgets, self.least_sends_s, ending)
         return relaxed_bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline)
 
     def excludes(self, limit_s: float) -> bool:
@@ -358,12 +359,8 @@ class Stages:
     def memory_bound(self, kinds: Collection[tuple[str, int]], prices: MemoryPrices, limit_s: float) -> LeastBound:
         """Return a lower bound on the passes over all cuts under any of these schedules and numbers of chunks: their
         work with the recomputation that fits, without the fill of the pipeline; one of `limit_s` is enough."""
-        c = self.candidate
-        held = tuple(
-            ((min(alive(rank, c.pp, c.microbatches, kind, v).least / v for kind, v in kinds),),) for rank in range(c.pp)
-        )
         budgets = tuple(self.stage_costs[pool].bound_bytes for pool in self._pools)
-        pipeline = Pipeline(None, c.microbatches, max(v for _, v in kinds), held, self._pools, budgets)
+        pipeline = of_any(kinds, self.candidate.microbatches, self._pools, budgets)
         return prices.bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline, limit_s)
 
     # ---- missing memory if nothing fits ----

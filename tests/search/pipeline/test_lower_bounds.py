@@ -360,6 +360,11 @@ def random_shared(seed: int) -> Shared:
     m = ranks * rng.randint(1, 3) if schedule == "interleaved" else rng.randint(1, 9)
     kinds = [[_part(rng) for _ in range(rng.choice([1, 2]))] for _ in range(rng.randint(1, 3))]
     order = [rng.randrange(len(kinds)) for _ in range(ranks * virtual + rng.randint(0, 3))]
+    ends, only = random.Random(f"ends of {seed}"), {}
+    if ends.random() < 0.5:  # an embedding and a head, which may take as long as several blocks
+        only = {len(kinds): 0, len(kinds) + 1: -1}
+        kinds += [[_part(ends)], [_longer(_part(ends), ends.choice([1, 8]))]]
+        order = [len(kinds) - 2, *order, len(kinds) - 1]
     parts = [part for kind in order for part in kinds[kind]]
     count = ranks * virtual
     edges = sorted(rng.sample(range(1, len(parts)), count - 1))
@@ -376,10 +381,12 @@ def random_shared(seed: int) -> Shared:
         held.append(sum(p.state for own in mine for p, _ in own) + max(kept) / each.parts)
     budget_bytes = max(held) * rng.choice([1.0, 1.0, 1.3])
     blocks = tuple(
-        Blocks(order.count(k), _together(kind), tuple(kind) if len(kind) > 1 else ()) for k, kind in enumerate(kinds)
+        Blocks(order.count(k), _together(kind), tuple(kind) if len(kind) > 1 else (), only.get(k))
+        for k, kind in enumerate(kinds)
     )
     sends = tuple(rng.choice([0.0, 0.1, 3.0]) for _ in cuts[:-1])
-    pipeline = Pipeline(schedule, m, virtual, alive, (0,) * ranks, (budget_bytes,) * ranks, sends)
+    ending = (route.holder(count - 1),)
+    pipeline = Pipeline(schedule, m, virtual, alive, (0,) * ranks, (budget_bytes,) * ranks, sends, ending)
     present = tuple(b for b in blocks if b.count)
     reductions = tuple(part.reduce_s for part in parts)
     run = Run(schedule, ranks, virtual, m, segments, cuts, sends, reductions)
@@ -398,6 +405,11 @@ def _part(rng: random.Random) -> BlockOptions:
     copied = rng.uniform(0.1, 3)  # to the host and back
     options = (0.0, 0.0, kept), (0.0, forward, rng.uniform(0, kept)), (copied, copied * rng.uniform(0.5, 2), 0.0)
     return BlockOptions(forward, backward, weight, reduction, state, options)
+
+
+def _longer(part: BlockOptions, times: int) -> BlockOptions:
+    passes = {name: times * getattr(part, name) for name in ("forward_s", "backward_s", "weight_s")}
+    return replace(part, **passes)
 
 
 def _together(parts: Sequence[BlockOptions]) -> BlockOptions:
@@ -514,6 +526,14 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(
             relax, "path_of", lambda blocks, kind, p, m, v, x: honest(blocks, _gpipe_for(kind, v), p, m, v, x)
         )
+        assert _too_high_relaxed()
+    rounds = relax._rounds
+    with monkeypatch.context() as patch:  # a microbatch more on the last stage
+        patch.setattr(relax, "_rounds", lambda p, m, v: rounds(p, m + 1, v))
+        assert _too_high_relaxed()
+    with monkeypatch.context() as patch:  # segments at the other end of the model
+        swapped = Blocks  # the name is patched
+        patch.setattr(f"{__name__}.Blocks", lambda *of: swapped(*of[:3], only={0: -1, -1: 0}.get(of[3])))
         assert _too_high_relaxed()
 
 
