@@ -106,8 +106,9 @@ class Stages:
         if self.method.virtual == 1:
             return [self.finish(self._cut())]
         most, ranks = self._cut_without_limits(), list(map(self.candidate.route.holder, range(self.count)))
-        shared = balanced(most, ranks, self.problem.least_s, self.method.uncut)
-        cuts = dict.fromkeys((most, shared, self._even(), self._rounded()))  # even ones may wait less than the bound
+        even = self._even()  # may wait less than the bound
+        shared = (balanced(cut, ranks, self.problem.least_s, self.method.uncut) for cut in (most, even) if cut)
+        cuts = dict.fromkeys((most, even, *shared, self._rounded()))
         found = [staged for cut in cuts if cut and (staged := self._if_it_fits(cut))]
         return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
 
