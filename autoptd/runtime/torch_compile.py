@@ -30,7 +30,7 @@ from torch import nn
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ops import library as ops
 from autoptd.ops.recompute import keep, recompute, spare
-from autoptd.ops.stage import Stage
+from autoptd.ops.stage import Stage, parts_of
 from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.straight_line import PART, split
 from autoptd.schedule import row_of
@@ -85,12 +85,17 @@ def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:
     blocks = blocks_of(stage)
     outside: dict[int, Axis] = {}
     for block in blocks.values():
-        for name, axis in [(n, x) for n, x in vars(block).items() if isinstance(x, Axis)]:
+        parts = parts_of(block)
+        for module, name, axis in [
+            (m, n, x) for m in (block, *parts) for n, x in vars(m).items() if isinstance(x, Axis)
+        ]:
             if id(axis) not in outside:
                 outside[id(axis)] = copy(axis)
                 outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
-            setattr(block, name, outside[id(axis)])
+            setattr(module, name, outside[id(axis)])
         with _PARSER_LOCK:
+            for part in parts:  # their code becomes part of the block's graphs
+                part.forward = MethodType(_prepared(type(part)), part)
             block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
     with _PARSER_LOCK:
         forward, *parts = _compiled_parts(type(stage), backend)  # type: ignore[arg-type]
@@ -111,12 +116,19 @@ def blocks_of(stage: Stage) -> dict[str, nn.Module]:
 
 @cache
 def _compiled(block: type[nn.Module], backend: str) -> Callable[..., Any]:
-    """Compile a class's forward, with the eager versions of `ops` that stay outside."""
+    """Compile a class's forward."""
+    made: Callable[..., Any] = torch.compile(_prepared(block), backend=backend)
+    return made
+
+
+@cache
+def _prepared(block: type[nn.Module]) -> Callable[..., Any]:
+    """Return a class's forward with the eager versions of `ops` that stay outside."""
     outside = _outside_ops()
     tree = _DeferredKeys(frozenset(vars(outside))).visit(_tree(block))
     names = {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
     names |= {f.__name__: torch.compiler.disable(f) for f in (keep, recompute, spare)}
-    made: Callable[..., Any] = torch.compile(_run(tree, block, names)[block.forward.__name__], backend=backend)
+    made: Callable[..., Any] = _run(tree, block, names)[block.forward.__name__]
     return made
 
 
