@@ -309,9 +309,9 @@ def _piece(
     if len(group) < block.length:
         first, *others = [part.block for part in inside]
         name = "To".join((first, *(word.removeprefix(name) for word in others[-1:])))
-    # "full" changes nothing within a block that decides nothing
-    keeps = policy == "full" and bool(recomputation_of(group, sharding, policy).kept)
-    name += policy.title() if policy in ("selective", "ops", "logits") or keeps else ""
+    # "full" changes nothing within a block that decides nothing, unless others re-gather in backward
+    plain, chosen = (recomputation_of(group, sharding, p, layout.regather) for p in ("none", policy))
+    name += policy.title() if policy == "logits" or chosen != plain else ""
     if block.unit.count == 1 and policy in ("none", "logits"):
         name = ""
     model = block.model(layout.folded)[low : high + 1]
