@@ -212,33 +212,36 @@ def _name_parts(
     folded: Folded, block: LayerBlock, name: str, starts: Sequence[int], taken: Collection[str]
 ) -> tuple[BlockPart, ...]:
     """Name the parts of a block that begin at `starts` after its submodules: `LlamaDecoderLayerMlp`, called `mlp`."""
-    segments, found = block.segments(folded), list[BlockPart]()
+    segments, used = block.segments(folded), set(taken)
     path, _ = _common_module(segments)
+    found = list[BlockPart]()
     for start, stop in itertools.pairwise([*starts, block.length]):
-        inner = _main_submodules(folded, segments[start:stop], path)
-        called = "_".join(inner) if len(inner) in (1, 2) else f"part_{len(found) + 1}"
-        words = "".join(word[:1].upper() + word[1:] for word in called.split("_"))
-        found.append(BlockPart(start, _fresh_class(name + words, [*taken, *(part.block for part in found)]), called))
+        after = [*_submodules(folded, segments[start:stop], path), f"part_{len(found) + 1}"]
+        named = [(name + "".join(w[:1].upper() + w[1:] for w in called.split("_")), called) for called in after]
+        cls, called = next((pair for pair in named if pair[0] not in used), named[-1])
+        found.append(BlockPart(start, _fresh_class(cls, used), called))
+        used.add(found[-1].block)
     return tuple(found)
 
 
-def _main_submodules(folded: Folded, segments: Sequence[Segment], path: str) -> list[str]:
-    """Return the submodules of `path` that hold most parameters of these segments, else those that make most ops."""
+def _submodules(folded: Folded, segments: Sequence[Segment], path: str) -> Iterator[str]:
+    """Yield names for some segments of the module at `path`: after one or two submodules with most of their parameters,
+    else with most of their ops; then after submodules of those."""
     names = folded.traced.parameters
     sizes = Counter[str]()
     for parameter in (p for s in segments for p in s.parameters):
         sizes[names[parameter.name].rpartition(".")[0]] += math.prod(info(parameter).shape)  # type: ignore[arg-type]
     ops = Counter(module_path(n) for s in segments for n in s.nodes)
     for found in (sizes, ops):
-        under = Counter[str]()
-        for inner, size in found.items():
-            if inner.startswith(f"{path}."):
-                own = re.sub(r"^(\w+\.\d+\.)+", "", inner.removeprefix(f"{path}."))  # without lists
-                under[plain_name(own.partition(".")[0])] += size
-        large = [word for word, size in under.items() if word and 4 * size > max(under.values())]
-        if large:
-            return large
-    return []
+        own = {inner.removeprefix(f"{path}."): size for inner, size in found.items() if inner.startswith(f"{path}.")}
+        for depth in (1, 2):
+            under = Counter[str]()
+            for inner, size in own.items():
+                words = re.sub(r"^(\w+\.\d+\.)+", "", inner).split(".")  # an element of a list is named after itself
+                under["_".join(map(plain_name, words[:depth]))] += size
+            large = [word for word, size in under.items() if 4 * size > max(under.values())]
+            if len(large) in (1, 2):
+                yield "_".join(large)
 
 
 def _fresh_class(name: str, others: Collection[str]) -> str:

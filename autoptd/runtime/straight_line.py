@@ -7,13 +7,20 @@ def forward(self, x, counts):                   def part_0(self, x):
     x = F.layer_norm(x, self.norm)                  (x,) = self._part_0(x)
     return F.linear(x, self.head).sum()             for block in self.blocks: …
                                                     return self._part_1(x)
+
+Writes the parts that a block calls into its forward, so that graphs do not end between them.
+
+def forward(self, x):                           def forward(self, x):
+    attention, mlp = self._parts                    attention, mlp = self._parts
+    x = attention(x)                      ──►       attention_x = x
+    return mlp(x)                                   … attention_self.attn.out.weight … attention_x
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from torch import Tensor
@@ -49,6 +56,56 @@ def split(function: ast.FunctionDef, compiles: Callable[[ast.Call], bool]) -> li
         parts.append(part)
     function.body = body
     return parts
+
+
+def inline(function: ast.FunctionDef, called: Mapping[str, ast.FunctionDef]) -> None:
+    """Replace each statement of `function` that calls a variable of `called` by the body of that method."""
+    body: list[ast.stmt] = []
+    for statement in function.body:
+        call = statement.value if isinstance(statement, ast.Assign) else None
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in called:
+            assert isinstance(statement, ast.Assign)
+            body += _inlined(statement.targets, call, copy.deepcopy(called[call.func.id]))
+        else:
+            body.append(statement)
+    function.body = body
+
+
+def _inlined(targets: list[ast.expr], call: ast.Call, method: ast.FunctionDef) -> Iterator[ast.stmt]:
+    """Yield the statements of a method whose local variables get other names."""
+    assert isinstance(call.func, ast.Name)
+    rename = _Rename(f"{call.func.id}_", method)
+    for arg, value in zip(method.args.args, [call.func, *call.args], strict=True):
+        yield ast.Assign([ast.Name(rename.of(arg.arg), ast.Store())], value)
+    for statement in method.body:
+        statement = rename.visit(statement)
+        yield ast.Assign(targets, statement.value) if isinstance(statement, ast.Return) else statement
+
+
+class _Rename(ast.NodeTransformer):
+    """Puts a prefix before all local variables of a function, which is changed."""
+
+    def __init__(self, prefix: str, function: ast.FunctionDef) -> None:
+        nodes = list(ast.walk(function))
+        names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        names |= {n.arg for n in nodes if isinstance(n, ast.arg)} | {
+            n.name for n in nodes if isinstance(n, ast.FunctionDef)
+        }
+        self._prefix, self._names = prefix, names
+
+    def of(self, name: str) -> str:
+        return self._prefix + name if name in self._names else name
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.copy_location(ast.Name(self.of(node.id), node.ctx), node)
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.copy_location(ast.arg(self.of(node.arg), node.annotation), node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.name = self.of(node.name)
+        self.generic_visit(node)
+        return node
 
 
 def _fits(statement: ast.stmt, compiles: Callable[[ast.Call], bool]) -> bool:

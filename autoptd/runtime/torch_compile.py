@@ -16,7 +16,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
@@ -32,7 +32,7 @@ from autoptd.ops import library as ops
 from autoptd.ops.recompute import keep, recompute, spare
 from autoptd.ops.stage import Stage, parts_of
 from autoptd.ops.tp_axis import Axis
-from autoptd.runtime.straight_line import PART, split
+from autoptd.runtime.straight_line import PART, inline, split
 from autoptd.schedule import row_of
 
 DEFAULT = "inductor"
@@ -94,9 +94,8 @@ def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:
                 outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
             setattr(module, name, outside[id(axis)])
         with _PARSER_LOCK:
-            for part in parts:  # their code becomes part of the block's graphs
-                part.forward = MethodType(_prepared(type(part)), part)
-            block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
+            compiled = _compiled(type(block), tuple(map(type, parts)), backend)  # type: ignore[arg-type]
+            block.forward = MethodType(compiled, block)
     with _PARSER_LOCK:
         forward, *parts = _compiled_parts(type(stage), backend)  # type: ignore[arg-type]
     for index, part in enumerate(parts):
@@ -115,21 +114,26 @@ def blocks_of(stage: Stage) -> dict[str, nn.Module]:
 
 
 @cache
-def _compiled(block: type[nn.Module], backend: str) -> Callable[..., Any]:
-    """Compile a class's forward."""
-    made: Callable[..., Any] = torch.compile(_prepared(block), backend=backend)
-    return made
-
-
-@cache
-def _prepared(block: type[nn.Module]) -> Callable[..., Any]:
-    """Return a class's forward with the eager versions of `ops` that stay outside."""
+def _compiled(block: type[nn.Module], parts: tuple[type[nn.Module], ...], backend: str) -> Callable[..., Any]:
+    """Compile a class's forward and that of the parts it calls, with the eager versions of `ops` that stay outside."""
     outside = _outside_ops()
-    tree = _DeferredKeys(frozenset(vars(outside))).visit(_tree(block))
+    tree = _with_parts(_tree(block), parts)
+    tree = _DeferredKeys(frozenset(vars(outside))).visit(tree)
     names = {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
     names |= {f.__name__: torch.compiler.disable(f) for f in (keep, recompute, spare)}
-    made: Callable[..., Any] = _run(tree, block, names)[block.forward.__name__]
+    made: Callable[..., Any] = torch.compile(_run(tree, block, names)[block.forward.__name__], backend=backend)
     return made
+
+
+def _with_parts(tree: ast.Module, parts: Sequence[type[nn.Module]]) -> ast.Module:
+    """Write the parts that a forward calls into it; it names them in one statement, `attention, mlp = self._parts`."""
+    (forward,) = tree.body
+    assert isinstance(forward, ast.FunctionDef)
+    tuples = (t for s in forward.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Tuple))
+    called = [name.id for name in next(tuples).elts if isinstance(name, ast.Name)] if parts else []
+    methods = [_tree(part).body[0] for part in parts]
+    inline(forward, {n: m for n, m in zip(called, methods, strict=True) if isinstance(m, ast.FunctionDef)})
+    return tree
 
 
 @cache
