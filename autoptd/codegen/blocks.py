@@ -238,9 +238,9 @@ def _submodules(folded: Folded, segments: Sequence[Segment], path: str) -> Itera
             under = Counter[str]()
             for inner, size in own.items():
                 words = re.sub(r"^(\w+\.\d+\.)+", "", inner).split(".")  # an element of a list is named after itself
-                under["_".join(map(plain_name, words[:depth]))] += size
+                under["_".join(words[:depth])] += size
             large = [word for word, size in under.items() if 4 * size > max(under.values())]
-            if len(large) in (1, 2):
+            if len(large) in (1, 2) and all(map(is_name, large)):
                 yield "_".join(large)
 
 

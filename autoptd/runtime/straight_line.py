@@ -11,9 +11,10 @@ def forward(self, x, counts):                   def part_0(self, x):
 Writes the parts that a block calls into its forward, so that graphs do not end between them.
 
 def forward(self, x):                           def forward(self, x):
-    attention, mlp = self._parts                    attention, mlp = self._parts
-    x = attention(x)                      ──►       attention_x = x
-    return mlp(x)                                   … attention_self.attn.out.weight … attention_x
+    attention, mlp = self._parts          ──►       attention, mlp = self._parts
+    x = attention(x)                                _0_self, _0_x = (attention, x)
+    …                                               _0_out = F.linear(_0_x, _0_self.attn.out.weight)
+                                                    x = _0_out
 """
 
 from __future__ import annotations
@@ -63,35 +64,39 @@ def inline(function: ast.FunctionDef, called: Mapping[str, ast.FunctionDef]) -> 
     body: list[ast.stmt] = []
     for statement in function.body:
         call = statement.value if isinstance(statement, ast.Assign) else None
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in called:
-            assert isinstance(statement, ast.Assign)
-            body += _inlined(statement.targets, call, copy.deepcopy(called[call.func.id]))
+        if isinstance(statement, ast.Assign) and isinstance(call, ast.Call) and _called(call) in called:
+            number = list(called).index(_called(call))
+            body += _inlined(statement.targets, call, copy.deepcopy(called[_called(call)]), f"_{number}_")
         else:
             body.append(statement)
     function.body = body
 
 
-def _inlined(targets: list[ast.expr], call: ast.Call, method: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """Yield the statements of a method whose local variables get other names."""
-    assert isinstance(call.func, ast.Name)
-    rename = _Rename(f"{call.func.id}_", method)
-    for arg, value in zip(method.args.args, [call.func, *call.args], strict=True):
-        yield ast.Assign([ast.Name(rename.of(arg.arg), ast.Store())], value)
-    for statement in method.body:
-        statement = rename.visit(statement)
-        yield ast.Assign(targets, statement.value) if isinstance(statement, ast.Return) else statement
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _inlined(targets: list[ast.expr], call: ast.Call, method: ast.FunctionDef, prefix: str) -> Iterator[ast.stmt]:
+    """Yield the statements of a method, the names of whose local variables get a prefix."""
+    rename = _Rename(prefix, method)
+    given: list[ast.expr] = [ast.Name(rename.of(arg.arg), ast.Store()) for arg in method.args.args]
+    yield ast.Assign([ast.Tuple(given, ast.Store())], ast.Tuple([call.func, *call.args], ast.Load()))
+    for statement in map(rename.visit, method.body):
+        if isinstance(statement, ast.Return):
+            assert statement.value is not None
+            yield ast.Assign(targets, statement.value)
+        else:
+            yield statement
 
 
 class _Rename(ast.NodeTransformer):
-    """Puts a prefix before all local variables of a function, which is changed."""
+    """Puts a prefix before the names of all local variables of a function."""
 
     def __init__(self, prefix: str, function: ast.FunctionDef) -> None:
         nodes = list(ast.walk(function))
-        names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        names |= {n.arg for n in nodes if isinstance(n, ast.arg)} | {
-            n.name for n in nodes if isinstance(n, ast.FunctionDef)
-        }
-        self._prefix, self._names = prefix, names
+        self._prefix, self._names = prefix, set(_names(function.body, ast.Store))
+        self._names |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+        self._names |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
 
     def of(self, name: str) -> str:
         return self._prefix + name if name in self._names else name

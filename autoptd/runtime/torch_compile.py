@@ -85,16 +85,14 @@ def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:
     blocks = blocks_of(stage)
     outside: dict[int, Axis] = {}
     for block in blocks.values():
-        parts = parts_of(block)
-        for module, name, axis in [
-            (m, n, x) for m in (block, *parts) for n, x in vars(m).items() if isinstance(x, Axis)
-        ]:
-            if id(axis) not in outside:
-                outside[id(axis)] = copy(axis)
-                outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
-            setattr(module, name, outside[id(axis)])
+        for module in (block, *parts_of(block)):
+            for name, axis in [(n, x) for n, x in vars(module).items() if isinstance(x, Axis)]:
+                if id(axis) not in outside:
+                    outside[id(axis)] = copy(axis)
+                    outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
+                setattr(module, name, outside[id(axis)])
         with _PARSER_LOCK:
-            compiled = _compiled(type(block), tuple(map(type, parts)), backend)  # type: ignore[arg-type]
+            compiled = _compiled(type(block), tuple(map(type, parts_of(block))), backend)  # type: ignore[arg-type]
             block.forward = MethodType(compiled, block)
     with _PARSER_LOCK:
         forward, *parts = _compiled_parts(type(stage), backend)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from autoptd.codegen.blocks import BlockNames as Names
 from autoptd.codegen.blocks import BlockSegments, name_blocks, piece_starts, pieces_of
 from autoptd.codegen.body import Made
 from autoptd.codegen.stage import write_stage
-from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.program import emission_options, make_program, read_sharding
 from autoptd.compile.traced import TracedModel
 from autoptd.layout.layout import Layout
 from autoptd.layout.placements import BP, Broadcast, PartialSum, Placement, Split
@@ -64,7 +64,7 @@ def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Lin
     """Return, for each stage, (block call, line) -> the tensor that the line computes."""
     sharding = read_sharding(source, plan)
     starts = {i for s in plan.stages for i in piece_starts(s.first, s.last, plan.policies(s))}
-    names = name_blocks(source.folded, starts, loss_in_place=plan.method.loss == "in_place")
+    names = name_blocks(source.folded, starts, **emission_options(plan))
     result = []
     classes = [cls for _, cls in make_program(source, plan, sharding).stages]
     for stage, cls in zip(plan.stages, classes, strict=True):
