@@ -155,23 +155,36 @@ def name_blocks(
     _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
     owned, prefixes = owned_by_blocks(folded)
     classes: dict[int, str] = {}
-    cuts: dict[int, set[int]] = {}
     blocks = list(find_blocks(folded))
     for block in blocks:
         if block.like == block.first:
             segments = block.segments(folded)
             name = _class_name(segments) + ("" if block.unit.count > 1 else _last_word(segments[0].name))
             classes[block.first] = _fresh_class(name, classes.values())
-        cuts.setdefault(block.like, {0}).update(
-            i - block.first for i in starts if block.first < i < block.first + block.length
-        )
     _refuse_taken(owned.values(), _BLOCK_NAMES | axes)
-    parts: dict[int, tuple[BlockPart, ...]] = {}
-    for block in blocks:
-        if block.like == block.first and len(cuts[block.first]) > 1:
-            taken = [*classes.values(), *(part.block for found in parts.values() for part in found)]
-            parts[block.first] = _name_parts(folded, block, classes[block.first], sorted(cuts[block.first]), taken)
+    parts = _find_parts(folded, blocks, classes, starts)
+    used = {*classes.values(), *(part.block for found in parts.values() for part in found)}
+    for block in blocks:  # parts have their names before blocks that do not repeat
+        if any(classes[block.like] == part.block for found in parts.values() for part in found):
+            classes[block.like] = _fresh_class(classes[block.like], used)
     return BlockNames(folded, owned, prefixes, classes, parts, loss_in_place, regather, fast_dropout)
+
+
+def _find_parts(
+    folded: Folded, blocks: Sequence[LayerBlock], classes: Mapping[int, str], starts: Collection[int]
+) -> dict[int, tuple[BlockPart, ...]]:
+    """Return the parts of repeated blocks within which any of `starts` is, by the first of equal blocks."""
+    cuts: dict[int, set[int]] = {}
+    for block in blocks:
+        inside = {i - block.first for i in block.inside(block.first + 1, block.first + block.length) if i in starts}
+        cuts.setdefault(block.like, set()).update(inside)
+    used = {classes[block.like] for block in blocks if block.unit.count > 1}
+    found: dict[int, tuple[BlockPart, ...]] = {}
+    for block in blocks:
+        if block.like == block.first and cuts[block.first]:
+            found[block.first] = _name_parts(folded, block, classes[block.first], [0, *sorted(cuts[block.first])], used)
+            used |= {part.block for part in found[block.first]}
+    return found
 
 
 def piece_starts(first: int, last: int, recompute: Mapping[int, str]) -> Iterator[int]:
