@@ -78,8 +78,8 @@ def test_parts_of_parts() -> None:
     assert not complaints("bert", train_in_lockstep(made, batches("bert")), alone("bert", "sgd"))
 
 
-def test_layers_recomputed_in_full_beside_others_that_gather_again() -> None:
-    """The former do not gather again by themselves, so their code is another."""
+def test_layers_recomputed_in_full_beside_others_that_regather() -> None:
+    """The former do not re-gather in backward by themselves, so their code is another."""
     plan = planned("nanogpt", Mesh(1, 2, 2), AGAIN)
     first, *others = plan.stages
     some = first.model_copy(update={"recompute": (2, 3), "policies": ("full", "full")})

@@ -116,7 +116,7 @@ def forward(self, x, core):
 
 
 def test_methods_are_written_into_the_caller_with_variables_of_their_own() -> None:
-    """A nested function of one keeps its variables, also where the other has such names: recomputation runs it later."""
+    """A nested function of one keeps its variables where the other has such names: recomputation runs it later."""
     one, two = SimpleNamespace(scale=3.0), SimpleNamespace(scale=5.0)
     plain = {"later": lambda core: core}
     methods = {}
