@@ -1,9 +1,13 @@
-"""Source of a block class: its parameters under the names of the original module, and its forward."""
+"""Source of a block class: its parameters under the names of the original module, and its forward.
+
+The class of a block that stages of the plan cut has neither of its own: it calls the classes of its parts in turn, and
+holds their parameters. A stage that begins or ends within such a block calls the class of its part.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -36,6 +40,11 @@ class BlockClass:
     dropout: bool
     axes: tuple[str, ...] = ()  # of `AXES`: those that the constructor takes
     made: tuple[Made, ...] = ()  # tensors held by its arguments and lines, for the unit's first instance
+    parts: tuple[BlockClass, ...] = ()  # classes that it calls
+
+    def all(self) -> tuple[BlockClass, ...]:
+        """Return the classes of its parts, and itself."""
+        return (*self.parts, self)
 
 
 def block_arguments(layout: BlockNames, piece: BlockSegments) -> tuple[fx.Node, ...]:
@@ -91,8 +100,45 @@ def passed_on(folded: Folded, piece: BlockSegments) -> str:
     return variable(sends[0]) if piece.block and len(piece.receives) == len(sends) == 1 else ""
 
 
+def arguments_of(layout: BlockNames, sharding: Sharding, body: Body, piece: BlockSegments, block: BlockClass) -> str:
+    """Return the arguments of a block call among the lines of `body`."""
+    texts = []
+    for node in block_arguments(layout, piece):
+        placement: Placement = B
+        if node in piece.receives:
+            placement = placement_of(sharding, layout.folded, node)
+        elif node in piece.parameters:
+            placement = parameter_placement(sharding, piece, node)
+        texts.append(body.read(node, placement, placement))
+    body.sizes |= set(block.sizes)
+    return ", ".join([*texts, *(f"{s}" for s in block.sizes)])
+
+
+def results_of(
+    layout: BlockNames, sharding: Sharding, body: Body, piece: BlockSegments, needed: Collection[fx.Node]
+) -> str:
+    """Choose names for a block's results: those of operands not `needed` later, so that equal calls look alike."""
+    folded = layout.folded
+    free = [
+        body.held[n, placement_of(sharding, folded, n)]
+        for n in piece.receives
+        if n not in needed and n.op == "call_function"
+    ]
+    free = [text for text in free if text.isidentifier()]
+    names = []
+    for node in piece.sends(folded):
+        summed = node in folded.sums
+        name = free.pop(0) if free and not summed else body.names.fresh("summed" if summed else variable(node))
+        placement = placement_of(sharding, folded, node)
+        for key in [k for k, text in body.held.items() if text == name]:
+            del body.held[key]
+        body.bind(node, placement, name)
+        names.append(name)
+    return ", ".join(names)
+
+
 def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) -> BlockClass:
-    """Write the class of a piece from the first instance of its unit."""
+    """Write the class of a piece, and those of its parts, from the first instance of its unit."""
     piece = piece.first_instance(layout)
     folded = layout.folded
     names = folded.traced.parameters
@@ -116,15 +162,59 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     for node in own:
         relative = layout.owned[names[node.name]]
         body.bind(node, parameter_placement(sharding, piece, node), attribute(relative))
-    for segment in piece.segments:
-        body.segment(segment)
+    parts = tuple(write_block(layout, sharding, part) for part in piece.parts)
+    if parts:
+        setup = _call_parts(layout, sharding, body, piece, parts)
+    else:
+        for segment in piece.segments:
+            body.segment(segment)
+        setup = _own_setup(layout, sharding, piece, body, own)
     results = piece.sends(folded)
     returned = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in results]
     size_lines, passed = size_reads(body, given, sharding)
-    source = _source(layout, sharding, piece, body, own, given, size_lines, passed, returned)
+    axes = tuple(axis for axis in AXES if _uses_axis(body.lines, axis) or any(axis in part.axes for part in parts))
+    source = _source(piece, body, axes, setup, given, size_lines, passed, returned)
     received = [(given[n], n, placement_of(sharding, folded, n)) for n in piece.receives]
     made = (*received, *body.made)
-    return BlockClass(piece.block, source, passed, body.dropout, axes_in(body.lines), made)
+    return BlockClass(piece.block, source, passed, body.dropout, axes, made, parts)
+
+
+def _call_parts(
+    layout: BlockNames, sharding: Sharding, body: Body, piece: BlockSegments, parts: Sequence[BlockClass]
+) -> list[str]:
+    """Write the calls of a piece's parts; return the lines that construct them."""
+    names = [body.names.fresh(part.called) for part in piece.parts]
+    body.lines.append(f"{', '.join(names)} = self._parts")
+    for i, (part, block) in enumerate(zip(piece.parts, parts, strict=True)):
+        needed = {n for later in piece.parts[i + 1 :] for n in later.receives} | set(piece.sends(layout.folded))
+        arguments = arguments_of(layout, sharding, body, part, block)
+        results = results_of(layout, sharding, body, part, needed)
+        body.lines.append(f"{results} = {names[i]}({arguments})")
+    body.dropout = any(block.dropout for block in parts)
+    made = []
+    for part, block in zip(piece.parts, parts, strict=True):
+        after = part.first - piece.first
+        given = ["tp", *block.axes, *(["dropout", f"first + {after}" if after else "first"] if block.dropout else [])]
+        made.append(f"{block.name}({', '.join(given)})")
+    return [f"self._parts = compose(self, {', '.join(made)})"]
+
+
+def _own_setup(
+    layout: BlockNames, sharding: Sharding, piece: BlockSegments, body: Body, own: Sequence[fx.Node]
+) -> list[str]:
+    """Return the lines that set a block's attributes and declare its parameters."""
+    names, frozen = layout.folded.traced.parameters, layout.folded.traced.frozen
+    lines = [f"self.{axis} = {axis}" for axis in ("tp", *axes_in(body.lines))]
+    if body.dropout:
+        lines += [
+            "self.dropout = dropout",
+            "self._first = first  # its first segment, part of the keys of its random numbers",
+        ]
+    for node in own:
+        name = names[node.name]
+        placement = parameter_placement(sharding, piece, node)
+        lines.append(parameter_line(layout.owned[name], node, placement, sharding.ranks, name in frozen))
+    return lines
 
 
 def size_reads(
@@ -148,35 +238,22 @@ def size_reads(
 
 
 def _source(
-    layout: BlockNames,
-    sharding: Sharding,
     piece: BlockSegments,
     body: Body,
-    own: Sequence[fx.Node],
+    axes: Sequence[str],
+    setup: Sequence[str],
     given: dict[fx.Node, str],
     size_lines: Sequence[str],
     passed: Sequence[sympy.Symbol],
     returned: Sequence[str],
 ) -> str:
-    names, frozen = layout.folded.traced.parameters, layout.folded.traced.frozen
     arguments = ", ".join(["self", *(f"{text}: Tensor" for text in given.values()), *(f"{s}: int" for s in passed)])
-    axes = axes_in(body.lines)
     extra = "".join(f", {axis}: {AXES[axis]}" for axis in axes)
     extra += ", dropout: DropoutKey | None, first: int" if body.dropout else ""
     kinds = _joined([in_docstring(kind) for kind in dict.fromkeys(s.kind for s in piece.segments)])
     lines = [f"class {piece.block}(nn.Module):", f'    """{kinds}."""', ""]
-    lines += [f"    def __init__(self, tp: Axis{extra}) -> None:", "        super().__init__()", "        self.tp = tp"]
-    lines += [f"        self.{axis} = {axis}" for axis in axes]
-    if body.dropout:
-        lines += [
-            "        self.dropout = dropout",
-            "        self._first = first  # its first segment, part of the keys of its random numbers",
-        ]
-    for node in own:
-        name = names[node.name]
-        placement = parameter_placement(sharding, piece, node)
-        line = parameter_line(layout.owned[name], node, placement, sharding.ranks, name in frozen)
-        lines.append(f"        {line}")
+    lines += [f"    def __init__(self, tp: Axis{extra}) -> None:", "        super().__init__()"]
+    lines += [f"        {line}" for line in setup]
     result = "Tensor" if len(returned) == 1 else f"tuple[{', '.join(['Tensor'] * len(returned))}]"
     lines += ["", f"    def forward({arguments}) -> {result}:"]
     lines += axis_lines(body.lines)
@@ -230,15 +307,16 @@ __all__ = [
     "AXES",
     "BlockClass",
     "argument_hint",
+    "arguments_of",
     "attribute",
     "axis_lines",
-    "block_arguments",
     "dtype_text",
     "owned_by",
     "parameter_line",
     "parameter_placement",
     "passed_on",
     "placement_of",
+    "results_of",
     "size_reads",
     "size_text",
     "wire_line",

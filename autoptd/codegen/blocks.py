@@ -1,7 +1,8 @@
 """Division of a stage into pieces: segments that become a block class, and segments in the stage's own forward.
 
-A unit that repeats (attention + MLP, × 32) becomes one class; a stage that begins or ends inside a unit has a class for
-its part of it. Segments that occur once are in the stage's own forward, unless they are recomputed.
+A unit that repeats (attention + MLP, × 32) becomes one class. If a stage of the plan begins or ends inside a unit, each
+part between such places is a class: a whole unit, or several parts of one, is then a class that calls theirs in turn.
+Segments that occur once are in the stage's own forward, unless they are recomputed.
 
 Parameters that a block does not own (`passes/blocks.py`) are declared by the stage and passed as arguments.
 """
@@ -10,25 +11,27 @@ from __future__ import annotations
 
 import builtins
 import itertools
+import math
 import re
+from collections import ChainMap, Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 from torch import fx
 
 from autoptd.codegen.names import TAKEN
 from autoptd.codegen.quoting import is_name, plain_name
-from autoptd.codegen.recompute import flow_of, recomputation_of
+from autoptd.codegen.recompute import Recomputation, flow_of, in_place_of, recomputation_of
 from autoptd.errors import PlanFileError, TraceError
 from autoptd.passes.analysis.activations import recomputed_steps
 from autoptd.passes.analysis.heads import heads_of
 from autoptd.passes.blocks import LayerBlock, find_blocks, owned_by_blocks
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import module_stack
+from autoptd.passes.graph import info, module_path, module_stack
 from autoptd.passes.sharding.sharding import Sharding
 
 # attributes of emitted modules
-_BLOCK_NAMES = frozenset({"tp", "cp", "ep", "dp", "dropout", "_first"})
+_BLOCK_NAMES = frozenset({"tp", "cp", "ep", "dp", "dropout", "_first", "_parts"})
 _STAGE_NAMES = _BLOCK_NAMES | {
     "draws",
     "inputs",
@@ -62,6 +65,8 @@ class BlockSegments:
     prefix: str  # dotted path of the module that owns its parameters
     policy: str  # of recomputation: "none", or one of `passes.analysis.activations.POLICIES`
     model: tuple[Segment, ...]  # the same segments of the first equal block, from which the class is written
+    called: str = ""  # name of a part within the class that calls it
+    parts: tuple[BlockSegments, ...] = ()  # pieces whose classes its own class calls in turn
 
     @property
     def first(self) -> int:
@@ -69,7 +74,8 @@ class BlockSegments:
 
     def first_instance(self, layout: BlockNames) -> BlockSegments:
         """Return the piece of the first instance, from which the class is written."""
-        return replace(self, segments=self.model, prefix=layout.prefix_of(self.model[0].index))
+        parts = tuple(part.first_instance(layout) for part in self.parts)
+        return replace(self, segments=self.model, prefix=layout.prefix_of(self.model[0].index), parts=parts)
 
     @property
     def called_by(self) -> str:
@@ -106,6 +112,15 @@ def _unique(nodes: Iterator[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 @dataclass(frozen=True)
+class BlockPart:
+    """Part of a block that begins at its segment `start`: its class, and its name within the block."""
+
+    start: int
+    block: str
+    called: str
+
+
+@dataclass(frozen=True)
 class BlockNames:
     """Names of blocks and of the parameters that blocks own, for the whole model; and options of its emitted code."""
 
@@ -114,6 +129,7 @@ class BlockNames:
     prefixes: dict[int, str]  # first segment of each block -> dotted path
     classes: dict[int, str]  # first segment of the first of equal blocks -> class name; one that does not repeat uses
     # it if recomputed
+    parts: Mapping[int, tuple[BlockPart, ...]] = field(default_factory=dict)  # of blocks that stages of the plan cut
     loss_in_place: bool = False  # see `loss` in `search/constraints/options.py`
     regather: bool = False  # see `gathers` there
     fast_dropout: bool = False  # see `dropout` there
@@ -124,20 +140,58 @@ class BlockNames:
 
 
 def name_blocks(
-    folded: Folded, loss_in_place: bool = False, regather: bool = False, fast_dropout: bool = False
+    folded: Folded,
+    starts: Collection[int] = (),
+    *,
+    loss_in_place: bool = False,
+    regather: bool = False,
+    fast_dropout: bool = False,
 ) -> BlockNames:
-    """Choose the names of blocks for all stages. Raises TraceError for parameters with names that emitted code uses."""
+    """Choose the names of blocks for all stages. Raises TraceError for parameters with names that emitted code uses.
+
+    `starts`: the `piece_starts` of all stages.
+    """
     axes = frozenset(folded.axes)
     _refuse_taken((*folded.traced.parameters.values(), *folded.traced.buffers.values()), _STAGE_NAMES | axes)
     owned, prefixes = owned_by_blocks(folded)
     classes: dict[int, str] = {}
-    for block in find_blocks(folded):
+    blocks = list(find_blocks(folded))
+    for block in blocks:
         if block.like == block.first:
             segments = block.segments(folded)
             name = _class_name(segments) + ("" if block.unit.count > 1 else _last_word(segments[0].name))
             classes[block.first] = _fresh_class(name, classes.values())
     _refuse_taken(owned.values(), _BLOCK_NAMES | axes)
-    return BlockNames(folded, owned, prefixes, classes, loss_in_place, regather, fast_dropout)
+    parts = _find_parts(folded, blocks, classes, starts)
+    used = {*classes.values(), *(part.block for found in parts.values() for part in found)}
+    for block in blocks:  # parts have their names before blocks that do not repeat
+        if any(classes[block.like] == part.block for found in parts.values() for part in found):
+            classes[block.like] = _fresh_class(classes[block.like], used)
+    return BlockNames(folded, owned, prefixes, classes, parts, loss_in_place, regather, fast_dropout)
+
+
+def _find_parts(
+    folded: Folded, blocks: Sequence[LayerBlock], classes: Mapping[int, str], starts: Collection[int]
+) -> dict[int, tuple[BlockPart, ...]]:
+    """Return the parts of repeated blocks within which any of `starts` is, by the first of equal blocks."""
+    cuts: dict[int, set[int]] = {}
+    for block in blocks:
+        inside = {i - block.first for i in block.inside(block.first + 1, block.first + block.length) if i in starts}
+        cuts.setdefault(block.like, set()).update(inside)
+    used = {classes[block.like] for block in blocks if block.unit.count > 1}
+    found: dict[int, tuple[BlockPart, ...]] = {}
+    for block in blocks:
+        if block.like == block.first and cuts[block.first]:
+            found[block.first] = _name_parts(folded, block, classes[block.first], [0, *sorted(cuts[block.first])], used)
+            used |= {part.block for part in found[block.first]}
+    return found
+
+
+def piece_starts(first: int, last: int, recompute: Mapping[int, str]) -> Iterator[int]:
+    """Yield the segments of a stage at which a piece may begin within a block: the first, and each change of policy."""
+    for i in range(first, last + 1):
+        if i == first or recompute.get(i) != recompute.get(i - 1):
+            yield i
 
 
 def _refuse_taken(parameters: Iterable[str], taken: frozenset[str]) -> None:
@@ -152,15 +206,55 @@ def _refuse_taken(parameters: Iterable[str], taken: frozenset[str]) -> None:
 
 def _class_name(segments: tuple[Segment, ...]) -> str:
     """Return a class name after the innermost module that made all of these nodes."""
-    stacks = [dict(module_stack(n)) for s in segments for n in s.nodes if n.meta.get("nn_module_stack")]
-    if not stacks:
-        return "Block"
-    shared = [path for path in stacks[0] if all(path in stack for stack in stacks)]
-    inner = [path for path in shared if re.search(r"\d", path)] or shared
-    name = plain_name(stacks[0][inner[-1]]) if inner else "Block"
+    _, name = _common_module(segments)
+    name = plain_name(name) or "Block"
     if name in _READ or hasattr(builtins, name) or re.fullmatch(r"Stage[0-9_To]+", name) or not is_name(name):
         name = f"{name}Block"
     return "Block" if name in ("Sequential", "ModuleList", "Linear", "Module") else name
+
+
+def _common_module(segments: tuple[Segment, ...]) -> tuple[str, str]:
+    """Return the path and class name of the innermost module that made all of these nodes; ("", "") without one."""
+    stacks = [dict(module_stack(n)) for s in segments for n in s.nodes if n.meta.get("nn_module_stack")]
+    shared = [path for path in stacks[0] if all(path in stack for stack in stacks)] if stacks else []
+    inner = [path for path in shared if re.search(r"\d", path)] or shared
+    return (inner[-1], stacks[0][inner[-1]]) if inner else ("", "")
+
+
+def _name_parts(
+    folded: Folded, block: LayerBlock, name: str, starts: Sequence[int], taken: Collection[str]
+) -> tuple[BlockPart, ...]:
+    """Name the parts of a block that begin at `starts` after its submodules: `LlamaDecoderLayerMlp`, called `mlp`."""
+    segments, used = block.segments(folded), set(taken)
+    path, _ = _common_module(segments)
+    found = list[BlockPart]()
+    for start, stop in itertools.pairwise([*starts, block.length]):
+        after = [*_submodules(folded, segments[start:stop], path), f"part_{len(found) + 1}"]
+        named = [(name + "".join(w[:1].upper() + w[1:] for w in called.split("_")), called) for called in after]
+        cls, called = next((pair for pair in named if pair[0] not in used), named[-1])
+        found.append(BlockPart(start, _fresh_class(cls, used), called))
+        used.add(found[-1].block)
+    return tuple(found)
+
+
+def _submodules(folded: Folded, segments: Sequence[Segment], path: str) -> Iterator[str]:
+    """Yield names for some segments of the module at `path`: after one or two submodules with most of their parameters,
+    else with most of their ops; then after submodules of those."""
+    names = folded.traced.parameters
+    sizes = Counter[str]()
+    for parameter in (p for s in segments for p in s.parameters):
+        sizes[names[parameter.name].rpartition(".")[0]] += math.prod(info(parameter).shape)  # type: ignore[arg-type]
+    ops = Counter(module_path(n) for s in segments for n in s.nodes)
+    for found in (sizes, ops):
+        own = {inner.removeprefix(f"{path}."): size for inner, size in found.items() if inner.startswith(f"{path}.")}
+        for depth in (1, 2):
+            under = Counter[str]()
+            for inner, size in own.items():
+                words = re.sub(r"^(\w+\.\d+\.)+", "", inner).split(".")  # an element of a list is named after itself
+                under["_".join(words[:depth])] += size
+            large = [word for word, size in under.items() if 4 * size > max(under.values())]
+            if len(large) in (1, 2) and all(map(is_name, large)):
+                yield "_".join(large)
 
 
 def _fresh_class(name: str, others: Collection[str]) -> str:
@@ -185,9 +279,7 @@ def pieces_of(
         if layout.prefixes[block.first]:
             _refuse_several(groups, recompute)
         for group in groups:
-            policy = effective_policy(group, sharding, recompute.get(group[0].index, "none"))
-            keeps = bool(recomputation_of(group, sharding, policy).kept)
-            found.append(_piece(layout, block, group, policy, keeps))
+            found.append(_piece(layout, sharding, block, group, recompute.get(group[0].index, "none")))
     return found
 
 
@@ -224,14 +316,37 @@ def _by_policy(segments: tuple[Segment, ...], recompute: Mapping[int, str]) -> I
 
 
 def _piece(
-    layout: BlockNames, block: LayerBlock, group: tuple[Segment, ...], policy: str, keeps: bool
+    layout: BlockNames, sharding: Sharding, block: LayerBlock, group: tuple[Segment, ...], policy: str
 ) -> BlockSegments:
-    name = layout.classes[block.like] if block.unit.count > 1 or policy not in ("none", "logits") else ""
+    policy = effective_policy(group, sharding, policy)
     low, high = group[0].index - block.first, group[-1].index - block.first
-    if name and len(group) < block.length:
-        name += f"Part{low + 1}" if low == high else f"Parts{low + 1}To{high + 1}"
-    # "full" changes nothing within a block that decides nothing
-    partly = policy in ("selective", "ops", "logits") or (policy == "full" and keeps)
-    name += policy.title() if name and partly else ""
+    inside = [part for part in layout.parts.get(block.like, ()) if low <= part.start <= high]
+    name = layout.classes[block.like]
+    if len(group) < block.length:
+        first, *others = [part.block for part in inside]
+        name = "To".join((first, *(word.removeprefix(name) for word in others[-1:])))
+    # "full" changes nothing within a block that decides nothing, unless others re-gather in backward
+    plain, chosen = (recomputation_of(group, sharding, p, layout.regather) for p in ("none", policy))
+    name += policy.title() if policy == "logits" or chosen != plain else ""
+    if block.unit.count == 1 and policy in ("none", "logits"):
+        name = ""
     model = block.model(layout.folded)[low : high + 1]
-    return BlockSegments(group, name, layout.prefixes[block.first], policy, model)
+    piece = BlockSegments(group, name, layout.prefixes[block.first], policy, model)
+    if not name or len(inside) < 2:
+        return replace(piece, called=inside[0].called if inside else "")
+    ends = [*(part.start - low for part in inside), len(group)]
+    parts = [_piece(layout, sharding, block, group[a:b], policy) for a, b in itertools.pairwise(ends)]
+    return replace(piece, parts=tuple(parts)) if _decide_alike(layout, sharding, piece, parts) else piece
+
+
+def _decide_alike(layout: BlockNames, sharding: Sharding, piece: BlockSegments, parts: Sequence[BlockSegments]) -> bool:
+    """Return whether a policy decides the same about ops of a piece as about those of its parts, each by itself."""
+
+    def decided(piece: BlockSegments) -> tuple[Recomputation, dict[str, bool]]:
+        how = piece.segments, sharding, piece.policy, layout.regather
+        return recomputation_of(*how), in_place_of(*how) if layout.loss_in_place else {}
+
+    whole, in_place = decided(piece)
+    each, losses = zip(*map(decided, parts), strict=True)
+    together = [frozenset().union(*(getattr(one, f.name) for one in each)) for f in fields(Recomputation)]
+    return together == [getattr(whole, f.name) for f in fields(Recomputation)] and in_place == dict(ChainMap(*losses))

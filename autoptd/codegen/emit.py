@@ -1,7 +1,7 @@
 """Writing and importing the files of an emitted program.
 
 out/__init__.py     its title
-out/blocks.py       one class per distinct block, and the loss counts
+out/blocks.py       one class per distinct block or part of one, and the loss counts
 out/own.py          imports of the user's functions with backward passes of their own, if there are any
 out/stage_0.py …    one class per distinct stage; stages that differ only in layer numbers share a file
 out/plan.json       the plan that it was written from
@@ -22,7 +22,7 @@ from threading import Lock
 from types import ModuleType
 from typing import Any
 
-from autoptd.codegen.blocks import name_blocks
+from autoptd.codegen.blocks import name_blocks, piece_starts
 from autoptd.codegen.custom_grad import NAME as OWN
 from autoptd.codegen.custom_grad import own_file
 from autoptd.codegen.lines import wrapped
@@ -56,7 +56,7 @@ _IMPORTS = {
     "Replicas": "from autoptd.ops.dp_axis import Replicas",
     "DropoutKey": "from autoptd.ops.dropout import DropoutKey",
 }
-_STAGE_NAMES = ("Count", "Stage", "Wire", "buffer", "parameter", "submodule")
+_STAGE_NAMES = ("Count", "Stage", "Wire", "buffer", "compose", "parameter", "submodule")
 _DTYPES = {"BF16": "torch.bfloat16", "FP16": "torch.float16", "FP32": "torch.float32", "FP64": "torch.float64"}
 
 
@@ -103,7 +103,9 @@ def emit_program(
     fast_dropout: bool = False,
 ) -> Program:
     """Write the source of every distinct stage and block of a plan. `regather`: re-gather in backward."""
-    layout, title = name_blocks(folded, loss_in_place, regather, fast_dropout), in_docstring(title)
+    starts = {i for s in stages for i in piece_starts(s.first, s.last, s.recompute)}
+    how = {"loss_in_place": loss_in_place, "regather": regather, "fast_dropout": fast_dropout}
+    layout, title = name_blocks(folded, starts, **how), in_docstring(title)
     written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
     blocks: dict[str, str] = {}
     for stage in written:

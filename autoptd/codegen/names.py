@@ -21,7 +21,11 @@ GLOBALS = frozenset(
     {"torch", "F", "nn", "ops", "keep", "offload", "own", "recompute", "spare"}
 )  # read by lines of forward
 AXIS_NAMES = frozenset({"tp", "cp", "ep", "dp"})
-TAKEN = GLOBALS | AXIS_NAMES | {"self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter"}
+TAKEN = (
+    GLOBALS
+    | AXIS_NAMES
+    | {"self", "b", "s", "s_local", "counts", "device", "block", "submodule", "parameter", "compose"}
+)
 
 
 class Names:

@@ -16,15 +16,16 @@ from torch import fx
 from autoptd.codegen.block import (
     AXES,
     BlockClass,
+    arguments_of,
     attribute,
     axis_lines,
-    block_arguments,
     dtype_text,
     owned_by,
     parameter_line,
     parameter_placement,
     passed_on,
     placement_of,
+    results_of,
     wire_line,
     write_block,
 )
@@ -36,7 +37,7 @@ from autoptd.codegen.loss import LossFunctions, count_text, input_node, names_of
 from autoptd.codegen.names import hint, variable
 from autoptd.codegen.quoting import literal, numbered
 from autoptd.codegen.recompute import in_place_of, recomputation_of
-from autoptd.layout.placements import B, Placement
+from autoptd.layout.placements import B
 from autoptd.passes.fold import Folded, crossing, needed_prelude
 from autoptd.passes.graph import info
 from autoptd.passes.held_tensors import held_tensors, reads_counts
@@ -171,53 +172,14 @@ def _write_piece(
             writer.body.segment(segment)
         return
     block = write_block(writer.layout, writer.sharding, piece)
-    known = writer.blocks.setdefault(block.name, block.source)
-    assert known == block.source, f"two instances of {block.name} differ"
-    writer.made[block.name] = block.made
-    arguments = _arguments(writer, piece, block)
-    results = _results(writer, piece, block, later, sent)
-    writer.calls.append(_BlockCall(piece, block, arguments, results))
-
-
-def _arguments(writer: _StageWriter, piece: BlockSegments, block: BlockClass) -> str:
-    texts = []
-    for node in block_arguments(writer.layout, piece):
-        placement: Placement = B
-        if node in piece.receives:
-            placement = placement_of(writer.sharding, writer.folded, node)
-        elif node in piece.parameters:
-            placement = parameter_placement(writer.sharding, piece, node)
-        texts.append(writer.body.read(node, placement, placement))
-    writer.body.sizes |= set(block.sizes)
-    return ", ".join([*texts, *(f"{s}" for s in block.sizes)])
-
-
-def _results(
-    writer: _StageWriter,
-    piece: BlockSegments,
-    block: BlockClass,
-    later: Sequence[BlockSegments],
-    sent: Sequence[fx.Node],
-) -> str:
-    """Choose names for a block's results: those of operands that are not read later, so that equal calls look alike."""
-    body = writer.body
+    for written in block.all():
+        known = writer.blocks.setdefault(written.name, written.source)
+        assert known == written.source, f"two instances of {written.name} differ"
+        writer.made[written.name] = written.made
     needed = {n for p in later for n in p.receives} | set(sent)
-    free = [
-        body.held[n, placement_of(writer.sharding, writer.folded, n)]
-        for n in piece.receives
-        if n not in needed and n.op == "call_function"
-    ]
-    free = [text for text in free if text.isidentifier()]
-    names = []
-    for node in piece.sends(writer.folded):
-        summed = node in writer.folded.sums
-        name = free.pop(0) if free and not summed else body.names.fresh("summed" if summed else variable(node))
-        placement = placement_of(writer.sharding, writer.folded, node)
-        for key in [k for k, text in body.held.items() if text == name]:
-            del body.held[key]
-        body.bind(node, placement, name)
-        names.append(name)
-    return ", ".join(names)
+    arguments = arguments_of(writer.layout, writer.sharding, writer.body, piece, block)
+    results = results_of(writer.layout, writer.sharding, writer.body, piece, needed)
+    writer.calls.append(_BlockCall(piece, block, arguments, results))
 
 
 def _flush(writer: _StageWriter) -> None:

@@ -53,16 +53,17 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
     folded = own_tokens(folded, sharding)
     if plan.mesh.ep > 1:
         folded, sharding = split_experts(folded, plan.mesh.ep, sharding, plan.mesh.etp)
-    program = emit_program(
-        folded,
-        sharding,
-        specs,
-        plan.model,
-        loss_in_place=plan.method.loss == "in_place",
-        regather=plan.method.gathers == "again" and plan.mesh.tp > 1,
-        fast_dropout=plan.method.dropout == "fast",
-    )
+    program = emit_program(folded, sharding, specs, plan.model, **emission_options(plan))
     return replace(program, files={**program.files, "plan.json": plan.to_json()})
+
+
+def emission_options(plan: Plan) -> dict[str, bool]:
+    """Return the options of emitted code that a plan chooses: keywords of `emit_program` and `name_blocks`."""
+    return {
+        "loss_in_place": plan.method.loss == "in_place",
+        "regather": plan.method.gathers == "again" and plan.mesh.tp > 1,
+        "fast_dropout": plan.method.dropout == "fast",
+    }
 
 
 def token_splits(source: TracedModel, plan: Plan) -> TokenSplits:

@@ -156,6 +156,22 @@ def submodule(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
     return child
 
 
+def compose(module: nn.Module, *parts: nn.Module) -> tuple[nn.Module, ...]:
+    """Move the contents of parts into a module, and return the parts, which read theirs from it from now on.
+
+    They share its tables of parameters, buffers and submodules, so whatever is put there later, they find it.
+    """
+    for part in parts:
+        _move_contents(part, module)
+        part._parameters, part._buffers, part._modules = module._parameters, module._buffers, module._modules
+    return parts
+
+
+def parts_of(block: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the parts that an emitted block calls, which are not among its submodules."""
+    return getattr(block, "_parts", ())
+
+
 def _move_contents(container: nn.Module, module: nn.Module) -> None:
     """Move the contents of a plain container, and of containers within it, into a module."""
     for name, inner in container.named_children():

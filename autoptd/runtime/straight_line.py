@@ -7,13 +7,21 @@ def forward(self, x, counts):                   def part_0(self, x):
     x = F.layer_norm(x, self.norm)                  (x,) = self._part_0(x)
     return F.linear(x, self.head).sum()             for block in self.blocks: …
                                                     return self._part_1(x)
+
+Writes the parts that a block calls into its forward, so that graphs do not end between them.
+
+def forward(self, x):                           def forward(self, x):
+    attention, mlp = self._parts          ──►       attention, mlp = self._parts
+    x = attention(x)                                _0_self, _0_x = (attention, x)
+    …                                               _0_out = F.linear(_0_x, _0_self.attn.out.weight)
+                                                    x = _0_out
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from torch import Tensor
@@ -49,6 +57,60 @@ def split(function: ast.FunctionDef, compiles: Callable[[ast.Call], bool]) -> li
         parts.append(part)
     function.body = body
     return parts
+
+
+def inline(function: ast.FunctionDef, called: Mapping[str, ast.FunctionDef]) -> None:
+    """Replace each statement of `function` that calls a variable of `called` by the body of that method."""
+    body: list[ast.stmt] = []
+    for statement in function.body:
+        call = statement.value if isinstance(statement, ast.Assign) else None
+        if isinstance(statement, ast.Assign) and isinstance(call, ast.Call) and _called(call) in called:
+            number = list(called).index(_called(call))
+            body += _inlined(statement.targets, call, copy.deepcopy(called[_called(call)]), f"_{number}_")
+        else:
+            body.append(statement)
+    function.body = body
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _inlined(targets: list[ast.expr], call: ast.Call, method: ast.FunctionDef, prefix: str) -> Iterator[ast.stmt]:
+    """Yield the statements of a method, the names of whose local variables get a prefix."""
+    rename = _Rename(prefix, method)
+    given: list[ast.expr] = [ast.Name(rename.of(arg.arg), ast.Store()) for arg in method.args.args]
+    yield ast.Assign([ast.Tuple(given, ast.Store())], ast.Tuple([call.func, *call.args], ast.Load()))
+    for statement in map(rename.visit, method.body):
+        if isinstance(statement, ast.Return):
+            assert statement.value is not None
+            yield ast.Assign(targets, statement.value)
+        else:
+            yield statement
+
+
+class _Rename(ast.NodeTransformer):
+    """Puts a prefix before the names of all local variables of a function."""
+
+    def __init__(self, prefix: str, function: ast.FunctionDef) -> None:
+        nodes = list(ast.walk(function))
+        self._prefix, self._names = prefix, set(_names(function.body, ast.Store))
+        self._names |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+        self._names |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+
+    def of(self, name: str) -> str:
+        return self._prefix + name if name in self._names else name
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.copy_location(ast.Name(self.of(node.id), node.ctx), node)
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.copy_location(ast.arg(self.of(node.arg), node.annotation), node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.name = self.of(node.name)
+        self.generic_visit(node)
+        return node
 
 
 def _fits(statement: ast.stmt, compiles: Callable[[ast.Call], bool]) -> bool:

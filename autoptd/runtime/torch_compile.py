@@ -16,7 +16,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
@@ -30,9 +30,9 @@ from torch import nn
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ops import library as ops
 from autoptd.ops.recompute import keep, recompute, spare
-from autoptd.ops.stage import Stage
+from autoptd.ops.stage import Stage, parts_of
 from autoptd.ops.tp_axis import Axis
-from autoptd.runtime.straight_line import PART, split
+from autoptd.runtime.straight_line import PART, inline, split
 from autoptd.schedule import row_of
 
 DEFAULT = "inductor"
@@ -85,13 +85,15 @@ def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:
     blocks = blocks_of(stage)
     outside: dict[int, Axis] = {}
     for block in blocks.values():
-        for name, axis in [(n, x) for n, x in vars(block).items() if isinstance(x, Axis)]:
-            if id(axis) not in outside:
-                outside[id(axis)] = copy(axis)
-                outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
-            setattr(block, name, outside[id(axis)])
+        for module in (block, *parts_of(block)):
+            for name, axis in [(n, x) for n, x in vars(module).items() if isinstance(x, Axis)]:
+                if id(axis) not in outside:
+                    outside[id(axis)] = copy(axis)
+                    outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
+                setattr(module, name, outside[id(axis)])
         with _PARSER_LOCK:
-            block.forward = MethodType(_compiled(type(block), backend), block)  # type: ignore[arg-type]
+            compiled = _compiled(type(block), tuple(map(type, parts_of(block))), backend)  # type: ignore[arg-type]
+            block.forward = MethodType(compiled, block)
     with _PARSER_LOCK:
         forward, *parts = _compiled_parts(type(stage), backend)  # type: ignore[arg-type]
     for index, part in enumerate(parts):
@@ -110,14 +112,26 @@ def blocks_of(stage: Stage) -> dict[str, nn.Module]:
 
 
 @cache
-def _compiled(block: type[nn.Module], backend: str) -> Callable[..., Any]:
-    """Compile a class's forward, with the eager versions of `ops` that stay outside."""
+def _compiled(block: type[nn.Module], parts: tuple[type[nn.Module], ...], backend: str) -> Callable[..., Any]:
+    """Compile a class's forward and that of the parts it calls, with the eager versions of `ops` that stay outside."""
     outside = _outside_ops()
-    tree = _DeferredKeys(frozenset(vars(outside))).visit(_tree(block))
+    tree = _with_parts(_tree(block), parts)
+    tree = _DeferredKeys(frozenset(vars(outside))).visit(tree)
     names = {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
     names |= {f.__name__: torch.compiler.disable(f) for f in (keep, recompute, spare)}
     made: Callable[..., Any] = torch.compile(_run(tree, block, names)[block.forward.__name__], backend=backend)
     return made
+
+
+def _with_parts(tree: ast.Module, parts: Sequence[type[nn.Module]]) -> ast.Module:
+    """Write the parts that a forward calls into it; it names them in one statement, `attention, mlp = self._parts`."""
+    (forward,) = tree.body
+    assert isinstance(forward, ast.FunctionDef)
+    tuples = (t for s in forward.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Tuple))
+    called = [name.id for name in next(tuples).elts if isinstance(name, ast.Name)] if parts else []
+    methods = [_tree(part).body[0] for part in parts]
+    inline(forward, {n: m for n, m in zip(called, methods, strict=True) if isinstance(m, ast.FunctionDef)})
+    return tree
 
 
 @cache

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 
@@ -124,6 +125,22 @@ def test_bodies_of_block_classes_differ() -> None:
         source = program(case).files["blocks.py"]
         bodies = [ast.dump(ast.Module(n.body[1:], [])) for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
         assert len(bodies) == len(set(bodies)), case
+
+
+def calls(text: str) -> Counter[str]:
+    """Count the calls of each op and collective."""
+    functions = (ast.unparse(n.func) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call))
+    return Counter(name for name in functions if re.match(r"(F|ops|torch|tp)\.", name))
+
+
+@pytest.mark.parametrize("case", ["llama_tp2_pp2", "llama_tp4_pp4", "gpt2_tp4_pp8", "gpt2_dropout_tp4_pp7"])
+def test_a_layer_that_stages_cut_has_each_op_once(case: str) -> None:
+    name, tp, pp = re.fullmatch(r"(\w+)_tp(\d)_pp(\d)", case).groups()  # type: ignore[union-attr]
+    whole = program_of(folded(name), name, tp=int(tp), pp=1).files["blocks.py"]
+    cut = program_of(folded(name), name, tp=int(tp), pp=int(pp)).files["blocks.py"]
+    parts = re.findall(r"^class (\w+)(?=(?:SelfAttn|Attn|Mlp)\()", cut, re.M)
+    assert len(parts) == 2 and "compose" not in whole
+    assert calls(cut) == calls(whole)
 
 
 def test_users_words_are_used() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from autoptd.layout.mesh import Mesh
 from autoptd.ops.dropout import DropoutKey, Samples
 from autoptd.ops.group import SingleRankGroup
 from autoptd.ops.library import attention, cross_entropy, dropout, valid_count, vocab_cross_entropy, vocab_embedding
-from autoptd.ops.stage import buffer, parameter, submodule
+from autoptd.ops.stage import buffer, compose, parameter, parts_of, submodule
 from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
@@ -254,3 +255,37 @@ def test_names_are_the_original_ones() -> None:
     with pytest.raises(KeyError, match="already exists"):
         submodule(root, "model.layers.1", Block())
     assert SingleRankGroup().size == 1
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        parameter(self, "scale", (1,), torch.float64)
+        parameter(self, "mlp.up.weight", (2, 3), torch.float64)
+
+
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        parameter(self, "mlp.down.weight", (3, 2), torch.float64)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts = compose(self, Up(), Down())
+
+
+def test_a_module_holds_what_its_parts_declare() -> None:
+    root = nn.Module()
+    parameter(root, "layers.0.extra", (1,))
+    both = submodule(root, "layers.0", Both())
+    assert list(root.state_dict()) == [f"layers.0.{n}" for n in ("scale", "extra", "mlp.up.weight", "mlp.down.weight")]
+    for copied in (both, copy.deepcopy(both)):
+        up, down = parts_of(copied)
+        copied._parameters["scale"] = nn.Parameter(torch.ones(1))  # as the runtime puts flat buffers in their place
+        copied.get_submodule("mlp.up")._parameters["weight"] = nn.Parameter(torch.zeros(2, 3))
+        assert up.scale is copied.scale and up.mlp.up.weight is copied.mlp.up.weight
+        assert down.mlp.down.weight is copied.mlp.down.weight
+        assert [m for m in copied.modules() if isinstance(m, (Up, Down))] == []
+    assert both.scale is not copied.scale

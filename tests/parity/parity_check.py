@@ -65,6 +65,7 @@ class Variant:
     loss: str = "auto"
     gathers: str = "kept"
     offload: float = 0.0  # share of the optimizer state in host memory
+    cuts: tuple[str, ...] = ()  # modules that begin a stage
     bulk: bool = False  # plan as for large models, whose latencies are negligible
 
 
@@ -111,6 +112,7 @@ def planned(name: str, mesh: Mesh, variant: Variant) -> Plan:
         "gathers": variant.gathers,
         "offload": variant.offload,
         **({"shards": variant.shards} if variant.shards else {}),
+        **({"cuts": list(variant.cuts)} if variant.cuts else {}),
         **({"ep": mesh.ep, "etp": mesh.sharers} if mesh.ep > 1 or mesh.etp else {}),
     }
     cluster = Cluster.load("dgx-h100")

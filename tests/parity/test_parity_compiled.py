@@ -54,6 +54,20 @@ def test_compiled_blocks_train_like_one_process() -> None:
         assert train_in_lockstep(made, batches(name)).losses == found.losses
 
 
+def test_parts_are_compiled_with_the_block_that_calls_them() -> None:
+    """Graphs do not end between parts, and layers share them."""
+    counted, variant = list[int](), replace(BULK, recompute="selective")
+    for cuts in ((), ("blocks.1.norm_2",)):
+        torch.compiler.reset()
+        counters.clear()
+        compiled._compiled.cache_clear()
+        made = of("nanogpt", Mesh(1, 1, 2), replace(variant, cuts=cuts))
+        assert bool(cuts) == ("compose(" in made.program.files["blocks.py"])
+        assert not complaints("nanogpt", train_in_lockstep(made, batches("nanogpt")), alone("nanogpt", "sgd"))
+        counted.append(graphs())
+    assert counted[1] == counted[0] + 3, "those of the parts by themselves: two around attention, and the other part"
+
+
 def test_compiled_blocks_find_gathered_parameters() -> None:
     """Graphs take parameters whose storage is freed and allocated (ZeRO 3)."""
     made = of("nanogpt", Mesh(2, 1, 1), replace(BULK, zero=3))

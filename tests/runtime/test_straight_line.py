@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autoptd.runtime.straight_line import PART, split
+from autoptd.runtime.straight_line import PART, inline, split
 
 FORWARD = """
 def forward(self, x, labels):
@@ -89,3 +90,49 @@ def test_other_statements_stay(statement: str) -> None:
 
 def test_a_part_without_calls_stays() -> None:
     assert not made("def forward(self, x):\n    y = x + 1\n    return y\n")[1]
+
+
+WHOLE = """
+def forward(self, x):
+    rows = x.size(0)
+    one, two = self._parts
+    x, y = one(x, rows)
+    x = two(x, y)
+    return x
+"""
+ONE = """
+def forward(self, x, rows):
+    scale = self.scale
+    def core(y):
+        return y * scale + rows
+    x = core(x)
+    return (x, later(core))
+"""
+TWO = """
+def forward(self, x, core):
+    scale = self.scale
+    return scale * x + core(x)
+"""
+
+
+def test_methods_are_written_into_the_caller_with_variables_of_their_own() -> None:
+    """A nested function of one keeps its variables where the other has such names: recomputation runs it later."""
+    one, two = SimpleNamespace(scale=3.0), SimpleNamespace(scale=5.0)
+    plain = {"later": lambda core: core}
+    methods = {}
+    for name, source, this in (("one", ONE, one), ("two", TWO, two)):
+        found: dict[str, Any] = dict(plain)
+        exec(source, found)
+        methods[name] = partial(found["forward"], this)
+    whole: dict[str, Any] = dict(plain)
+    exec(WHOLE, whole)
+    x = torch.randn(2, 3)
+    wanted = whole["forward"](SimpleNamespace(_parts=(methods["one"], methods["two"])), x)
+
+    trees = {name: ast.parse(source).body[0] for name, source in (("whole", WHOLE), ("one", ONE), ("two", TWO))}
+    function = trees.pop("whole")
+    inline(function, trees)  # type: ignore[arg-type]
+    written: dict[str, Any] = dict(plain)
+    exec(compile(ast.fix_missing_locations(ast.Module([function], [])), "inlined", "exec"), written)
+    assert torch.equal(written["forward"](SimpleNamespace(_parts=(one, two)), x), wanted)
+    assert "one(" not in ast.unparse(function).replace("_one(", "")

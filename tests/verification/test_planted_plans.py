@@ -59,6 +59,8 @@ TEXTS = [  # plan, the emitted text, the planted text in its place, the message 
         "zip(range(2, 3), range(7, 8))",
         r"stage 1, blocks\.2\..*dropout|attention",
     ),
+    ("parts", "add = x + dropout", "add = dropout", rf"stage 0, blocks\.0: add.*\n{BLOCK}add = dropout"),
+    ("parts", "dropout, first + 1)", "dropout, first + 2)", rf"stage 0, blocks\.0\.drop: dropout.*\n{BLOCK}dropout = "),
     ("again", "recompute(core", "recompute(lambda *x: 1.5 * core(*x)", r"blocks\.0"),
 ]
 

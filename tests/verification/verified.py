@@ -13,10 +13,12 @@ from autoptd.verification.smaller.smaller import subject_of
 from autoptd.verification.verdict import Trial, Verdict, judge, make_trial
 
 COMMON = {"micro": 1, "recompute": "none", "sequence_parallel": False}
+LINE = {"pp": 2, "zero": 1, "virtual": 1, "schedule": "1f1b", "micro": 1, "recompute": "none"}
 FIXED = {
     "tensors": {"dp": 2, "tp": 2, "pp": 1, "zero": 1, **COMMON},
-    "stages": {"dp": 2, "tp": 1, "pp": 2, "zero": 1, "virtual": 1, "schedule": "1f1b", **COMMON},
+    "stages": LINE | COMMON | {"dp": 2, "tp": 1},
     "again": {"dp": 1, "tp": 2, "pp": 1, "zero": 1, "micro": 2, "recompute": "selective"},
+    "parts": LINE | {"dp": 1, "tp": 2, "gathers": "again", "cuts": ["blocks.1.norm_2"]},
     "thirds": {"dp": 2, "tp": 1, "pp": 1, "zero": 3, **COMMON},
 }
 

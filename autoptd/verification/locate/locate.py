@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.codegen.blocks import BlockNames as Names
-from autoptd.codegen.blocks import BlockSegments, name_blocks, pieces_of
+from autoptd.codegen.blocks import BlockSegments, name_blocks, piece_starts, pieces_of
 from autoptd.codegen.body import Made
 from autoptd.codegen.stage import write_stage
-from autoptd.compile.program import make_program, read_sharding
+from autoptd.compile.program import emission_options, make_program, read_sharding
 from autoptd.compile.traced import TracedModel
 from autoptd.layout.layout import Layout
 from autoptd.layout.placements import BP, Broadcast, PartialSum, Placement, Split
@@ -63,7 +63,8 @@ class Found:
 def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Line], Meaning]]:
     """Return, for each stage, (block call, line) -> the tensor that the line computes."""
     sharding = read_sharding(source, plan)
-    names = name_blocks(source.folded, plan.method.loss == "in_place")
+    starts = {i for s in plan.stages for i in piece_starts(s.first, s.last, plan.policies(s))}
+    names = name_blocks(source.folded, starts, **emission_options(plan))
     result = []
     classes = [cls for _, cls in make_program(source, plan, sharding).stages]
     for stage, cls in zip(plan.stages, classes, strict=True):
@@ -73,7 +74,8 @@ def meanings(source: TracedModel, plan: Plan) -> list[dict[tuple[int | None, Lin
         order = {n: i for i, n in enumerate(source.folded.traced.graph.graph.nodes)}
         found: dict[tuple[int | None, Line], Meaning] = {}
         _add_meanings(found, None, cls, written.made[""], {}, order)
-        for i, piece in enumerate(pieces):
+        calls = [call for piece in pieces for call in (piece, *piece.parts)]
+        for i, piece in enumerate(calls):
             _add_meanings(found, i, piece.block, written.made[piece.block], _instance(names, piece), order)
         result.append(found)
     return result
