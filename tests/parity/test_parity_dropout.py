@@ -298,8 +298,8 @@ def test_an_edited_place_of_tokens_is_seen(name: str, pattern: str, by: str, con
             marks=pytest.mark.fault("masks of local positions"),
         ),
         pytest.param(
-            r"\.narrow\(-1, key\.start, key\.stop\)",
-            ".narrow(-1, 0, key.stop - key.start)",
+            r"\.narrow\(-2, query\.start, query\.stop\)",
+            ".narrow(-2, 0, query.stop - query.start)",
             marks=pytest.mark.fault("masks of local positions"),
         ),
         (r"weights\.sum\(-1, keepdim=True\)", "self._kept(weights, tile).sum(-1, keepdim=True)"),
