@@ -306,7 +306,7 @@ def test_an_edited_place_of_tokens_is_seen(name: str, pattern: str, by: str, con
         (r"kept\.transpose", "weights.transpose"),
         (r"to_scores = kept", "to_scores = weights"),
         (r" - weights \* inner", ""),
-        (r"\.tril\(\)", ".tril(1)"),
+        (r"\.tril\(query\.start\)", ".tril(query.start + 1)"),
     ],
 )
 def test_an_edited_ring_is_seen(pattern: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
