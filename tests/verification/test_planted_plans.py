@@ -188,8 +188,10 @@ def one_tp_rank_elsewhere(patch: Patch) -> None:
 def a_gradient_taken_twice(patch: Patch) -> None:
     whole = reduction.Reduction.take
 
-    def take(self: Any, live: Any, name: str, gradient: Tensor) -> None:
-        whole(self, live, name, 2 * gradient if name == "norm.weight" else gradient)
+    def take(self: Any, live: Any, name: str, parameter: Tensor) -> None:
+        if name == "norm.weight":
+            parameter.grad *= 2
+        whole(self, live, name, parameter)
 
     patch.setattr(reduction.Reduction, "take", take)
 
