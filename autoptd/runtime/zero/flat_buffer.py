@@ -106,8 +106,7 @@ class Buffer:
         self.shapes = dict(shapes)
         self._strides = {name: torch.empty(shape, device="meta").stride() for name, shape in shapes.items()}
         self.zero, self._in_compute = layout.zero, layout.gradients == "compute"
-        groups = (sharing.shard_group, sharing.replica_group, tied)
-        self._summed = any(group.size > 1 for group in groups) or (self.partial_over_tp and layout.mesh.tp > 1)
+        self._tp = layout.mesh.tp
         sizes = [(name, shapes[name].numel()) for name in reversed(list(specs))]
         blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero >= 2 else None
         self.buckets = pack(sizes, layout.copies(first), layout.bucket_elements, blocks)
@@ -127,7 +126,9 @@ class Buffer:
             self._in_shards[bucket.start] = slice(shard, shard := shard + own.stop - own.start)
         self.data = torch.zeros(0 if self.zero == 3 else total, dtype=dtype, device=device)
         self.in_place = self._summed_in == dtype and self.zero < 2
-        self.alone = self.in_place and not (self.narrow or self._summed)
+        groups = (self.sharing.shard_group, self.sharing.replica_group, self.tied)
+        summed = any(group.size > 1 for group in groups) or (self.partial_over_tp and self._tp > 1)
+        self.alone = self.in_place and not (self.narrow or summed)
         self.grads: dict[str, Tensor] = {}
         held = 0 if self.frozen or self.alone else shard if self.zero >= 2 else total
         self.grad = torch.zeros(held, dtype=dtype if self.narrow else main_dtype, device=device)
@@ -140,12 +141,16 @@ class Buffer:
         pinned = device.type == "cuda" and self._hosted > 0
         self.host, self._host_grad = (torch.zeros(self._hosted, dtype=main_dtype, pin_memory=pinned) for _ in range(2))
         self._whole: dict[int, Tensor] = {}
+        self._own: dict[int, Tensor] = {}  # this rank's part of each
         for bucket in self.buckets:
             if self.zero == 3:
-                self._whole[bucket.start] = torch.empty(bucket.stop - bucket.start, dtype=dtype, device=device)
-                self.free(bucket)
+                whole = torch.empty(bucket.stop - bucket.start, dtype=dtype, device=device)
             else:
-                self._whole[bucket.start] = self.data[bucket.start : bucket.stop]
+                whole = self.data[bucket.start : bucket.stop]
+            self._whole[bucket.start], self._own[bucket.start] = whole, self.own_part(whole, bucket)
+            if self.zero == 3:
+                self.free(bucket)
+        self._shards = {bucket.start: self._shard(bucket) for bucket in self.buckets}
 
     # ---- views ----
 
@@ -169,6 +174,9 @@ class Buffer:
 
     def shard(self, bucket: Bucket) -> Tensor:
         """Return this rank's shard in the main dtype: a view of `host`, of `main`, or of `data` without a main copy."""
+        return self._shards[bucket.start]
+
+    def _shard(self, bucket: Bucket) -> Tensor:
         if bucket.start in self._on_host:
             return self.host[self._in_shards[bucket.start]]
         if self.main is None:
@@ -262,7 +270,7 @@ class Buffer:
         whole = self.whole(bucket)
         if self.zero == 3:
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-        own = self.own_part(whole, bucket)
+        own = self._own[bucket.start]
         if bucket.start in self._on_host:
             own.copy_(self._rounded(bucket, whole.dtype), non_blocking=True)
         elif self.main is not None:

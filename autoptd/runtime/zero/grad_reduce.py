@@ -181,7 +181,9 @@ class Reduction:
 
     def take(self, state: BucketState, name: str, parameter: Tensor) -> None:
         """Accumulate the gradient that a parameter has got; start the reductions that are ready."""
-        assert not state.launched, f"gradient of {name} after its bucket was reduced"
+        if state.launched:
+            assert self._per_backward, f"gradient of {name} after its bucket was reduced"
+            self._settle(0)  # the bucket was complete in the B of an earlier microbatch, whose W is still to come
         state.take(name, parameter)
         if self._now is not None:
             turn, chunk = self._now
