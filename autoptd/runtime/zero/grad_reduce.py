@@ -103,14 +103,21 @@ class BucketState:
         self.free()
 
 
-def has_one_owner(x: Tensor) -> bool:
-    """Return whether nothing but `x` reads the memory of `x`.
+def _owners(x: Tensor) -> int:
+    """Return torch's private count of what holds the storage of `x`, as of 2.13.0."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
-    Autograd gives gradients that it made for several readers to a parameter without a copy, if each has a view of its
-    own (as x and p of `x.view(n) + p.view(n)`); a later gradient would be added to the others too. Seen in torch
-    2.13.0, as is the count: one for `x`, one for the storage as an object of Python.
+
+_ONE = _owners(torch.empty(1))
+
+
+def has_one_owner(x: Tensor) -> bool:
+    """Return whether nothing but `x` has the memory of `x`.
+
+    Autograd gives a gradient that it made for several readers to a parameter without a copy if each has a view of its
+    own, as x and p of `x.view(n) + p.view(n)`; a later gradient would then be added to the others too.
     """
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2
+    return _owners(x) == _ONE
 
 
 class _Round:

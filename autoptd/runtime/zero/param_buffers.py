@@ -2,8 +2,8 @@
 
 A buffer (`flat_buffer.py`) holds the trainable parameters, or with ZeRO 3 the frozen ones, of one (dtype, gradient
 class over tp, pipeline ranks), in reverse forward order; experts on ranks of their own have buffers of their own, over
-edp instead of dp. The model's parameters are views of it. A hook accumulates autograd's gradients in float32 or wider
-(or in the parameters' dtype, if the plan says so) and frees them. Per step and bucket of trainable parameters:
+edp instead of dp. The model's parameters are views of it. Gradients are summed in float32 or wider (or in the
+parameters' dtype, if the plan says so), by a hook or by autograd itself. Per step and bucket of trainable parameters:
 
     backward  gradients complete → reduce-scatter over dp (all-reduce with ZeRO 0): once per step, or with ZeRO 2 and 3
               in each backward pass (`grad_reduce.py`)

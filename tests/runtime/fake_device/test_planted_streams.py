@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from autoptd.layout.mesh import Mesh
