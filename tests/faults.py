@@ -116,6 +116,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "a lost view": "the optimizer reads a gradient that is not the buffer that was reduced",
         "gradients set to None": "after `zero_grad` the optimizer sees no gradient, or an old one",
         "a gradient heard twice": "the hook of a parameter runs twice for one gradient",
+        "a gradient of two parameters": "parameters that are read as views share the memory of their gradients",
         "gradients counted at every node": "a split backward pass counts a parameter once per op that uses it",
         "whole tensors wanted": "an optimizer that needs whole tensors updates a rank's part, such as its tp shard",
         "new values stay at the owner": "the owner of a whole parameter keeps its new value to itself",

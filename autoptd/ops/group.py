@@ -49,7 +49,8 @@ class Group(Protocol):
         ...
 
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
-        """Reduce-scatter floating-point x [size * n] into out [n], asynchronously; out may be this rank's part of x."""
+        """Reduce-scatter floating-point x [size * n] into out [n], asynchronously. out may be this rank's part of x, of
+        which the rest is then undefined."""
         ...
 
     def all_to_all(self, x: Tensor) -> Tensor:

@@ -256,7 +256,7 @@ class Trainer:
         reads the device once, when all that can be computed before is queued.
         """
         if self.finite.scale != 1:
-            self._buffers.scale_gradients(torch.tensor(1 / self.finite.scale))
+            self._buffers.scale_gradients(1 / self.finite.scale)
         device = self.communicators.device
         own_used = self._buffers.used()
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
@@ -278,7 +278,7 @@ class Trainer:
         if not steps:
             return result
         if self.clip_norm is not None and (factor := self.clip_norm / (self.grad_norm + 1e-6)) < 1:
-            self._buffers.scale_gradients(factor)
+            self._buffers.scale_gradients(float(factor))
         self.update.run(self._used)
         self._buffers.end_step()
         self._buffers.owed = True

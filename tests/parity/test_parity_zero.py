@@ -48,9 +48,9 @@ def poison(self: storage.Buffer, bucket: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = storage.Buffer.empty_gradient
+    room = reduction.BucketState.allocate
     monkeypatch.setattr(storage.Buffer, "free", poison)
-    monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
+    monkeypatch.setattr(reduction.BucketState, "allocate", lambda self: room(self) or self.total.fill_(torch.nan))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,7 +135,7 @@ def test_a_shard_that_keeps_the_last_microbatch_alone_is_caught(monkeypatch: pyt
     settle = reduction.Reduction._settle
 
     def forgetful(self: Any, left: int) -> None:
-        for live, *_ in self._under_way:
+        for live, _ in self._under_way:
             live.accumulated = False
         settle(self, left)
 
@@ -183,13 +183,12 @@ def test_a_bucket_that_is_not_summed_is_caught(zero: int, monkeypatch: pytest.Mo
     launch = reduction.BucketState.start_sum
 
     def alone_there(self: Any) -> Any:
-        total = self.total
-        mine = None if total is None else self.buffer.own_part(total, self.bucket).clone()
-        handle, own = launch(self)
+        mine = self.own.clone()
+        handle = launch(self)
         handle.wait()
-        if self.priority == 0 and mine is not None:
-            own.copy_(mine)
-        return handle, own
+        if self.priority == 0:
+            self.own.copy_(mine)
+        return handle
 
     monkeypatch.setattr(reduction.BucketState, "start_sum", alone_there)
     assert found_wrong(zero)

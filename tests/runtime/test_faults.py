@@ -70,7 +70,7 @@ def average_over_dp(patch: Patch) -> None:
 
     def finish(self: Any) -> None:
         whole(self)
-        self.scale_gradients(torch.tensor(1 / MESH.dp))
+        self.scale_gradients(1 / MESH.dp)
 
     patch.setattr(buffers.Buffers, "finish_reduction", finish)
 
@@ -108,14 +108,15 @@ def no_sum_over_tied_stages(patch: Patch) -> None:
 
 def stale_gradients(patch: Patch) -> None:
     """Never overwrite the flat gradient: steps accumulate."""
-    whole = reduction.Reduction.start_step
+    whole = buffers.Buffers.start_step
 
-    def start_step(self: Any) -> None:
+    def start_step(self: buffers.Buffers) -> None:
+        kept = [(p, p.grad) for p in self.parameters.values()]
         whole(self)
-        for live in self._states:
-            live.unwritten, live.accumulated = set(), True
+        for p, gradient in kept:
+            p.grad = gradient
 
-    patch.setattr(reduction.Reduction, "start_step", start_step)
+    patch.setattr(buffers.Buffers, "start_step", start_step)
 
 
 def lost_flat_view(patch: Patch) -> None:
@@ -133,8 +134,8 @@ def last_microbatch_only(patch: Patch) -> None:
     whole = reduction.Reduction.expect
 
     def expect(self: Any, chunk: int) -> None:
-        for live in self._states:
-            live.unwritten, live.accumulated = set(live.names), False
+        for view in (view for live in self._states for view in live.views.values()):
+            view.zero_()
         whole(self, chunk)
 
     patch.setattr(reduction.Reduction, "expect", expect)
@@ -259,8 +260,8 @@ def test_stepping_unused_parameters_is_caught(monkeypatch: Patch) -> None:
 
 def test_stale_memory_of_missing_gradients_is_caught(monkeypatch: Patch) -> None:
     """A parameter not used in this backward pass gets stale memory as its gradient."""
-    room, start = storage.Buffer.empty_gradient, reduction.BucketState.start_sum
-    monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
+    room, start = reduction.BucketState.allocate, reduction.BucketState.start_sum
+    monkeypatch.setattr(reduction.BucketState, "allocate", lambda self: room(self) or self.total.fill_(torch.nan))
     test_trainer.test_a_parameter_used_by_some_steps_and_some_ranks_only(2)
     monkeypatch.setattr(reduction.BucketState, "start_sum", lambda self: self.unwritten.clear() or start(self))
     with pytest.raises((AssertionError, RuntimeFault), match=r"finite|Tensor-likes"):
@@ -269,8 +270,8 @@ def test_stale_memory_of_missing_gradients_is_caught(monkeypatch: Patch) -> None
 
 def test_padding_of_shards_in_the_norm_is_caught(monkeypatch: Patch) -> None:
     """One piece extends into the padding, where gradients and parameters are shards."""
-    room, whole = storage.Buffer.empty_gradient, buffers.Buffer.pieces
-    monkeypatch.setattr(storage.Buffer, "empty_gradient", lambda self, bucket: room(self, bucket).fill_(torch.nan))
+    room, whole = reduction.BucketState.allocate, buffers.Buffer.pieces
+    monkeypatch.setattr(reduction.BucketState, "allocate", lambda self: room(self) or self.total.fill_(torch.nan))
     parity(zero=3)
 
     def pieces(self: Any, counts: bool) -> list[storage.ParameterShard]:

@@ -121,7 +121,7 @@ def scaled(factor: float) -> Callable[[Patch], None]:
         whole = trainer.Trainer._finish
 
         def finish(self: Any, share: Tensor, sums: Any) -> Tensor:
-            self._buffers.scale_gradients(torch.tensor(factor, dtype=torch.float64))
+            self._buffers.scale_gradients(factor)
             return whole(self, share, sums)
 
         patch.setattr(trainer.Trainer, "_finish", finish)
@@ -252,18 +252,19 @@ def as_they_come(patch: Patch) -> None:
     """Sum buckets in the order in which they become ready on each rank."""
 
     def take(self: Any, *, all: bool) -> Iterator[Any]:
-        ready = [i for i, awaited in enumerate(self._pending) if awaited is not None and (all or not awaited)]
-        for i in ready:
-            self._pending[i] = None
-            yield self._states[i]
+        pending = self._pending
+        for live in [live for live, awaited in pending.items() if awaited is not None and (all or not awaited)]:
+            pending[live] = None
+            yield live
 
-    def arrived(self: Any, live: Any, name: str, chunk: int) -> None:
-        awaited = self._pending[self._index[live]]
+    def completed_by(self: Any, live: Any, name: str, chunk: int) -> bool:
+        awaited = self._pending[live]
         if awaited is not None:
             awaited.discard((name, chunk))
+        return not awaited
 
     patch.setattr(reduction._Round, "take", take)
-    patch.setattr(reduction._Round, "arrived", arrived)
+    patch.setattr(reduction._Round, "completed_by", completed_by)
 
 
 ROUND = Mesh(dp=2, virtual=2)

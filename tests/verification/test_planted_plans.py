@@ -188,12 +188,14 @@ def one_tp_rank_elsewhere(patch: Patch) -> None:
 
 
 def a_gradient_taken_twice(patch: Patch) -> None:
-    whole = reduction.Reduction.take
+    whole = reduction.BucketState.start_sum
 
-    def take(self: Any, live: Any, name: str, gradient: Tensor) -> None:
-        whole(self, live, name, 2 * gradient if name == "norm.weight" else gradient)
+    def start_sum(self: Any) -> Any:
+        if "norm.weight" in self.names:
+            self.views["norm.weight"].mul_(2)
+        return whole(self)
 
-    patch.setattr(reduction.Reduction, "take", take)
+    patch.setattr(reduction.BucketState, "start_sum", start_sum)
 
 
 def steps_once(patch: Patch) -> None:

@@ -100,6 +100,9 @@ class ProcessGroup:
     def reduce_scatter_later(self, out: Tensor, x: Tensor) -> Handle:
         pending = self.pending("reduce-scatter with")
         with pending:
+            if x.device.type == "cpu" and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                # gloo all-reduces a copy of x, and copies a part of that to out
+                return Works([dist.all_reduce(x, group=self.group, async_op=True)], (x,), pending)
             return Works([_reduce_scatter(out, x, group=self.group, async_op=True)], (out, x), pending)
 
     def all_to_all(self, x: Tensor) -> Tensor:

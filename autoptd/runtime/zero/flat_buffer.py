@@ -17,7 +17,8 @@ copy. A sharded tensor holds this rank's shards of all buckets, one after the ot
 
 Gradients are accumulated and reduced in the gradient dtype: the main dtype, or the compute dtype if the layout says so.
 In the second case they are `narrow`: during the optimizer step there is a copy of this rank's shard in the main dtype,
-`wide`, which is scaled, clipped and passed to the optimizer.
+`wide`, which is scaled, clipped and passed to the optimizer. Gradients of the main dtype that no rank adds anything to
+stay the tensors that autograd made, `grads`, g n, and there is no `grad`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class Buffer:
         self.shapes = dict(shapes)
         self._strides = {name: torch.empty(shape, device="meta").stride() for name, shape in shapes.items()}
         self.zero, self._in_compute = layout.zero, layout.gradients == "compute"
+        self._tp = layout.mesh.tp
         sizes = [(name, shapes[name].numel()) for name in reversed(list(specs))]
         blocks = {name: spec.unit for name, spec in specs.items()} if layout.zero >= 2 else None
         self.buckets = pack(sizes, layout.copies(first), layout.bucket_elements, blocks)
@@ -123,23 +125,32 @@ class Buffer:
             own = self.own(bucket)
             self._in_shards[bucket.start] = slice(shard, shard := shard + own.stop - own.start)
         self.data = torch.zeros(0 if self.zero == 3 else total, dtype=dtype, device=device)
-        held = 0 if self.frozen else shard if self.zero >= 2 else total
+        self.in_place = self._summed_in == dtype and self.zero < 2
+        groups = (self.sharing.shard_group, self.sharing.replica_group, self.tied)
+        summed = any(group.size > 1 for group in groups) or (self.partial_over_tp and self._tp > 1)
+        self.alone = self.in_place and not (self.narrow or summed)
+        self.grads: dict[str, Tensor] = {}
+        held = 0 if self.frozen or self.alone else shard if self.zero >= 2 else total
         self.grad = torch.zeros(held, dtype=dtype if self.narrow else main_dtype, device=device)
-        self._main_dtype = main_dtype
+        self._main_dtype, self._none = main_dtype, torch.zeros(0, dtype=main_dtype, device=device)
         self.wide: Tensor | None = None
-        self._narrow_pieces: list[tuple[ParameterShard, slice]] = []
+        self._late_pieces: list[tuple[ParameterShard, slice]] = []  # whose gradients exist in the optimizer step only
         has_main = self.zero == 3 or dtype != main_dtype
         self._hosted = sum(self.own(b).stop - self.own(b).start for b in self.buckets if b.start in self._on_host)
         self.main = torch.zeros(shard - self._hosted, dtype=main_dtype, device=device) if has_main else None
         pinned = device.type == "cuda" and self._hosted > 0
         self.host, self._host_grad = (torch.zeros(self._hosted, dtype=main_dtype, pin_memory=pinned) for _ in range(2))
         self._whole: dict[int, Tensor] = {}
+        self._own: dict[int, Tensor] = {}  # this rank's part of each
         for bucket in self.buckets:
             if self.zero == 3:
-                self._whole[bucket.start] = torch.empty(bucket.stop - bucket.start, dtype=dtype, device=device)
-                self.free(bucket)
+                whole = torch.empty(bucket.stop - bucket.start, dtype=dtype, device=device)
             else:
-                self._whole[bucket.start] = self.data[bucket.start : bucket.stop]
+                whole = self.data[bucket.start : bucket.stop]
+            self._whole[bucket.start], self._own[bucket.start] = whole, self.own_part(whole, bucket)
+            if self.zero == 3:
+                self.free(bucket)
+        self._shards = {bucket.start: self._shard(bucket) for bucket in self.buckets}
 
     # ---- views ----
 
@@ -163,6 +174,9 @@ class Buffer:
 
     def shard(self, bucket: Bucket) -> Tensor:
         """Return this rank's shard in the main dtype: a view of `host`, of `main`, or of `data` without a main copy."""
+        return self._shards[bucket.start]
+
+    def _shard(self, bucket: Bucket) -> Tensor:
         if bucket.start in self._on_host:
             return self.host[self._in_shards[bucket.start]]
         if self.main is None:
@@ -178,37 +192,52 @@ class Buffer:
         """Return the gradient of `shard`."""
         return self.grad[self._in_shards[bucket.start] if self.zero >= 2 else self.own(bucket)]
 
-    def stepped_grad(self, bucket: Bucket) -> Tensor:
-        """Return the gradient that the optimizer uses: `grad_shard`, or its wide copy."""
-        return self.grad_shard(bucket) if self.wide is None else self.wide[self._in_shards[bucket.start]]
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients that the optimizer uses."""
+        if self.alone:
+            torch._foreach_mul_(list(self.grads.values()), factor)
+        elif self.wide is not None:
+            self.wide.mul_(factor)
+        else:
+            for bucket in self.buckets:
+                self.grad_shard(bucket).mul_(factor)
 
-    def widen(self) -> None:
-        """Make the wide copy of narrow gradients, after they are reduced."""
-        if not self.narrow:
-            return
-        shard = sum(part.stop - part.start for part in self._in_shards.values())
-        self.wide = torch.empty(shard, dtype=self._main_dtype, device=self.grad.device)
-        for bucket in self.buckets:
-            self.stepped_grad(bucket).copy_(self.grad_shard(bucket))
-        for piece, at in self._narrow_pieces:
-            piece.grad = self.wide[at]
+    def start_update(self) -> None:
+        """Give the pieces their gradients, after they are reduced, where `grad` does not hold them: of narrow ones a
+        wide copy."""
+        if self.narrow:
+            shard = sum(part.stop - part.start for part in self._in_shards.values())
+            self.wide = torch.empty(shard, dtype=self._main_dtype, device=self.grad.device)
+            for bucket in self.buckets:
+                self.wide[self._in_shards[bucket.start]].copy_(self.grad_shard(bucket))
+        for piece, at in self._late_pieces:
+            piece.grad = self.grads[piece.name].view(-1) if self.wide is None else self.wide[at]
 
-    def drop_wide(self) -> None:
+    def end_update(self) -> None:
         """Free the wide copy after the step; the scaled gradients are rounded back into `grad`."""
         if self.wide is None:
             return
         for bucket in self.buckets:
-            self.grad_shard(bucket).copy_(self.stepped_grad(bucket))
-        for piece, _ in self._narrow_pieces:
-            piece.param.grad, piece.grad = None, piece.grad.new_empty(0)
+            self.grad_shard(bucket).copy_(self.wide[self._in_shards[bucket.start]])
         self.wide = None
+        self._forget()
+
+    def start_step(self) -> None:
+        """Free the gradients that autograd made."""
+        self.end_update()
+        self.grads.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for piece, _ in self._late_pieces:
+            piece.param.grad, piece.grad = None, self._none
 
     def pieces(self, counts: bool) -> list[ParameterShard]:
         """Return views of this rank's elements and of their gradients, in buffer order."""
         result = []
         for bucket in self.buckets:
             own, shard, on_host = self.own(bucket), self.shard(bucket), bucket.start in self._on_host
-            grad = self.grad if self.frozen else self.grad_shard(bucket)
+            grad = self.grad if self.frozen or self.alone else self.grad_shard(bucket)
             for slot in bucket.slots:
                 part = overlap(slot, own)
                 if part is not None:
@@ -219,9 +248,9 @@ class Buffer:
                     in_shards = slice(first + at.start, first + at.stop)
                     if on_host:
                         result[-1].host_grad = self._host_grad[in_shards]
-                    if self.narrow:
-                        result[-1].grad = self.grad.new_empty(0, dtype=self._main_dtype)
-                        self._narrow_pieces.append((result[-1], in_shards))
+                    if self.narrow or self.alone:
+                        result[-1].grad = self._none
+                        self._late_pieces.append((result[-1], in_shards))
         return result
 
     # ---- values ----
@@ -241,7 +270,7 @@ class Buffer:
         whole = self.whole(bucket)
         if self.zero == 3:
             whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-        own = self.own_part(whole, bucket)
+        own = self._own[bucket.start]
         if bucket.start in self._on_host:
             own.copy_(self._rounded(bucket, whole.dtype), non_blocking=True)
         elif self.main is not None:
@@ -259,12 +288,20 @@ class Buffer:
         """Free the storage of gathered parameters; views of it are valid again after the next gather."""
         self.whole(bucket).untyped_storage().resize_(0)
 
-    def empty_gradient(self, bucket: Bucket) -> Tensor:
-        """Allocate a flat buffer for the gradients of a bucket."""
+    def whole_gradient(self, bucket: Bucket) -> Tensor:
+        """Return the flat gradients of a bucket: a view of `grad`, or with ZeRO 2 and 3 memory of their own."""
+        if self.zero < 2:
+            return self.grad[bucket.start : bucket.stop]
         return torch.empty(bucket.stop - bucket.start, dtype=self._summed_in, device=self.grad.device)
+
+    def no_gradient(self, name: str) -> Tensor:
+        """Return the gradient of a parameter that took no part in a step."""
+        return self.data.new_zeros(self.shapes[name])
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the step's reduced gradients, gathered over dp. A collective."""
+        if self.alone:
+            return {name: gradient.clone() for name, gradient in self.grads.items()}
         result: dict[str, Tensor] = {}
         for bucket in self.buckets:
             whole = self.grad.new_empty(bucket.stop - bucket.start)

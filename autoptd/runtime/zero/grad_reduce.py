@@ -5,6 +5,10 @@
     ZeRO 2, 3   accumulates over one backward pass, in a temporary buffer allocated at the bucket's first gradient;
                 reduces the complete bucket, adds this rank's shard to that of the step, and frees the buffer
 
+Gradients are summed in place by autograd itself where their type is the sum's (`Buffer.in_place`): a parameter's first
+gradient of a step goes to the flat buffer, which becomes its `.grad`. Where no rank has anything to add (`alone`), the
+tensor that autograd made stays, uncopied.
+
 All dp ranks reduce the buckets in one fixed order, whichever parameters took part. A parameter without a gradient
 delays the buckets behind it to the end of the round (the step, or the backward pass) and causes no deadlock.
 """
@@ -13,54 +17,107 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from autoptd.layout.packing import Bucket
-from autoptd.ops.group import Handle
+from autoptd.ops.group import Done, Handle
 from autoptd.runtime.zero.flat_buffer import Buffer
 
 UNDER_WAY = 1  # reductions of ZeRO 2 and 3 overlapped with the backward pass, each with a temporary buffer
 
 
-@dataclass(eq=False)
 class BucketState:
-    """The state of a bucket during a step."""
+    """The gradients of a bucket during a step.
 
-    bucket: Bucket
-    buffer: Buffer
-    priority: int  # index in the model of its first parameter, whose gradient comes last
-    total: Tensor | None = None  # accumulated gradients, to be reduced over dp
-    views: dict[str, Tensor] = field(default_factory=dict)  # of `total`, by parameter, once there is a gradient
-    unwritten: set[str] = field(default_factory=set)  # parameters without a gradient in `total`
-    launched: bool = False
-    accumulated: bool = False  # whether the shard of the step holds a gradient
+    `priority`: index in the model of its first parameter, whose gradient comes last. `views`: of each parameter its
+    gradient, in its own shape. `launched`: whether the bucket is being, or has been, reduced. `accumulated`: whether
+    the shard of the step holds a gradient.
+    """
 
-    @property
-    def names(self) -> list[str]:
-        return [slot.name for slot in self.bucket.slots]
+    def __init__(self, bucket: Bucket, buffer: Buffer, priority: int) -> None:
+        self.bucket, self.buffer, self.priority = bucket, buffer, priority
+        self.names = tuple(slot.name for slot in bucket.slots)
+        self.views = buffer.grads
+        if not (buffer.frozen or buffer.alone):
+            self.total = buffer.whole_gradient(bucket)  # to be reduced over dp
+            self.views = {name: buffer.view(self.total, bucket, name) for name in self.names}
+            self.own, self.shard = buffer.own_part(self.total, bucket), buffer.grad_shard(bucket)
+            self.per_backward = buffer.zero >= 2
+            self.free()
+        self.restart()
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient to `total`; a parameter's first gradient overwrites."""
-        mine = self.views.get(name)
-        if mine is None:
-            if self.total is None:
-                self.total = self.buffer.empty_gradient(self.bucket)
-            mine = self.views[name] = self.buffer.view(self.total, self.bucket, name)
-        if name in self.unwritten:
-            mine.copy_(gradient)
-            self.unwritten.discard(name)
-        else:
-            mine.add_(gradient)
+    def restart(self) -> None:
+        """Discard the gradients of the step before."""
+        self.unwritten = set(self.names)  # parameters without a gradient so far
+        self.launched = self.accumulated = False
 
-    def start_sum(self) -> tuple[Handle, Tensor]:
-        """Start to reduce the bucket over dp; return the handle and this rank's shard of the sum."""
-        total = self.buffer.empty_gradient(self.bucket) if self.total is None else self.total
+    def allocate(self) -> None:
+        """Allocate the storage of `total`, unless it is a view of the step's gradients."""
+        if self.per_backward:
+            self.total.untyped_storage().resize_(self.total.numel() * self.total.itemsize)
+            self.allocated = True
+
+    def free(self) -> None:
+        """Free it. Views of it are valid again once it is allocated."""
+        self.allocated = not self.per_backward
+        if self.per_backward:
+            self.total.untyped_storage().resize_(0)
+
+    def take(self, name: str, parameter: Tensor) -> None:
+        """Add the gradient that a parameter has got. The first overwrites."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if name not in self.unwritten:
+            if self.buffer.in_place:
+                assert gradient is self.views[name], f"{name}.grad was replaced between two backward passes"
+            else:
+                self.views[name].add_(gradient)
+                parameter.grad = None
+            return
+        self.unwritten.discard(name)
+        if self.buffer.alone:
+            parameter.grad = self.views[name] = gradient if has_one_owner(gradient) else gradient.clone()
+            return
+        if not self.allocated:
+            self.allocate()
+        mine = self.views[name].copy_(gradient)
+        parameter.grad = mine if self.buffer.in_place else None
+
+    def start_sum(self) -> Handle:
+        """Start to reduce the bucket over dp; `own` then becomes this rank's shard of the sum."""
+        if self.buffer.alone:
+            self.views.update((name, self.buffer.no_gradient(name)) for name in self.unwritten)
+            return Done()
+        if not self.allocated:
+            self.allocate()
         for name in self.unwritten:
-            self.buffer.view(total, self.bucket, name).zero_()
-        own = self.buffer.own_part(total, self.bucket)
-        return self.buffer.sharing.sum_later(total, own), own
+            self.views[name].zero_()
+        return self.buffer.sharing.sum_later(self.total, self.own)
+
+    def add_shard(self) -> None:
+        """Add this rank's shard of a backward pass to that of the step, and forget the pass."""
+        self.shard.add_(self.own) if self.accumulated else self.shard.copy_(self.own)
+        self.accumulated, self.launched, self.unwritten = True, False, set(self.names)
+        self.free()
+
+
+def _owners(x: Tensor) -> int:
+    """Return torch's private count of what holds the storage of `x`, as of 2.13.0."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+_ONE = _owners(torch.empty(1))
+
+
+def has_one_owner(x: Tensor) -> bool:
+    """Return whether nothing but `x` has the memory of `x`.
+
+    Autograd gives a gradient that it made for several readers to a parameter without a copy if each has a view of its
+    own, as x and p of `x.view(n) + p.view(n)`; a later gradient would then be added to the others too.
+    """
+    return _owners(x) == _ONE
 
 
 class _Round:
@@ -70,20 +127,22 @@ class _Round:
         self, states: Sequence[BucketState], holders: Sequence[Collection[str]], chunks: Collection[int]
     ) -> None:
         self._states = states
-        self._awaited = [{(n, k) for k in chunks for n in state.names if n in holders[k]} for state in states]
-        self._index = {state: i for i, state in enumerate(states)}
+        self._awaited = {state: {(n, k) for k in chunks for n in state.names if n in holders[k]} for state in states}
         self.restart()
 
     def restart(self) -> None:
-        self._pending = [set(keys) for keys in self._awaited]
+        self._pending = {state: set(keys) for state, keys in self._awaited.items()}
         self._next = 0
 
-    def arrived(self, state: BucketState, name: str, chunk: int) -> None:
-        self._pending[self._index[state]].discard((name, chunk))
+    def completed_by(self, state: BucketState, name: str, chunk: int) -> bool:
+        """Record that a gradient has come; return whether it completes its bucket."""
+        pending = self._pending[state]
+        pending.discard((name, chunk))
+        return not pending
 
     def take(self, *, all: bool) -> Iterator[BucketState]:
         """Yield the next buckets of the order: those before the first incomplete one, or all that remain."""
-        while self._next < len(self._states) and (all or not self._pending[self._next]):
+        while self._next < len(self._states) and (all or not self._pending[self._states[self._next]]):
             self._next += 1
             yield self._states[self._next - 1]
 
@@ -102,9 +161,7 @@ class Reduction:
             self._rounds = [_Round(mine[k], holders, [k]) for k in chunks]
         else:
             self._rounds = [_Round(states, holders, chunks)]
-        self._under_way: deque[tuple[BucketState, Handle, Tensor]] = deque()
-        for state in states if not self._per_backward else ():
-            state.total = state.buffer.grad[state.bucket.start : state.bucket.stop]
+        self._under_way: deque[tuple[BucketState, Handle]] = deque()
         self.start_step()
 
     def start_step(self) -> None:
@@ -112,8 +169,7 @@ class Reduction:
         self._now: tuple[_Round, int] | None = None
         self._summing: set[int] = set()  # chunks whose gradients the next pass completes
         for state in self._states:
-            state.unwritten = set(state.names)
-            state.launched = state.accumulated = False
+            state.restart()
         for turn in self._rounds:
             turn.restart()
 
@@ -130,16 +186,17 @@ class Reduction:
         now = self._per_backward or chunk in self._summing
         self._now = (self._rounds[chunk if self._per_backward else 0], chunk) if now else None
 
-    def take(self, state: BucketState, name: str, gradient: Tensor) -> None:
-        """Accumulate a gradient; start the reductions that are ready."""
-        assert not state.launched, f"gradient of {name} after its bucket was reduced"
-        state.add(name, gradient)
-        self.used.add(name)
+    def take(self, state: BucketState, name: str, parameter: Tensor) -> None:
+        """Accumulate the gradient that a parameter has got; start the reductions that are ready."""
+        if state.launched:
+            assert self._per_backward, f"gradient of {name} after its bucket was reduced"
+            self._settle(0)  # the bucket was complete in the B of an earlier microbatch, whose W is still to come
+        state.take(name, parameter)
         if self._now is not None:
             turn, chunk = self._now
-            turn.arrived(state, name, chunk)
-            for ready in turn.take(all=False):
-                self._launch(ready)
+            if turn.completed_by(state, name, chunk):
+                for ready in turn.take(all=False):
+                    self._launch(ready)
 
     def end_backward(self, chunk: int) -> None:
         """Record that a chunk has produced all gradients of a microbatch."""
@@ -156,26 +213,22 @@ class Reduction:
             for state in self._rounds[0].take(all=True):
                 self._launch(state)
         self._settle(0)
-        for state in self._states:
-            assert not self._per_backward or state.total is None, "a gradient arrived after its bucket was reduced"
-            if self._per_backward and not state.accumulated:
-                state.buffer.grad_shard(state.bucket).zero_()
+        for state in self._states if self._per_backward else ():
+            assert not state.allocated, "a gradient arrived after its bucket was reduced"
+            if not state.accumulated:
+                state.shard.zero_()
 
     def _launch(self, state: BucketState) -> None:
-        handle, own = state.start_sum()
-        self._under_way.append((state, handle, own))
+        self.used.update(name for name in state.names if name not in state.unwritten)
+        self._under_way.append((state, state.start_sum()))
+        state.launched = True
         if self._per_backward:
-            state.total, state.views, state.unwritten = None, {}, set(state.names)
             self._settle(UNDER_WAY if self._overlap else 0)
-        else:
-            state.launched = True
 
     def _settle(self, left: int) -> None:
         """Wait for reductions until at most `left` are in progress."""
         while len(self._under_way) > left:
-            state, handle, own = self._under_way.popleft()
+            state, handle = self._under_way.popleft()
             handle.wait()
             if self._per_backward:
-                shard = state.buffer.grad_shard(state.bucket)
-                shard.add_(own) if state.accumulated else shard.copy_(own)
-                state.accumulated = True
+                state.add_shard()

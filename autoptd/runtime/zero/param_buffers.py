@@ -2,8 +2,8 @@
 
 A buffer (`flat_buffer.py`) holds the trainable parameters, or with ZeRO 3 the frozen ones, of one (dtype, gradient
 class over tp, pipeline ranks), in reverse forward order; experts on ranks of their own have buffers of their own, over
-edp instead of dp. The model's parameters are views of it. A hook accumulates autograd's gradients in float32 or wider
-(or in the parameters' dtype, if the plan says so) and frees them. Per step and bucket of trainable parameters:
+edp instead of dp. The model's parameters are views of it. Gradients are summed in float32 or wider (or in the
+parameters' dtype, if the plan says so), by a hook or by autograd itself. Per step and bucket of trainable parameters:
 
     backward  gradients complete → reduce-scatter over dp (all-reduce with ZeRO 0): once per step, or with ZeRO 2 and 3
               in each backward pass (`grad_reduce.py`)
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,8 @@ class Buffers:
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                self._hook_gradient(name, parameter)
+                take = partial(self._reduction.take, self._state_of[name], name)
+                parameter.register_post_accumulate_grad_hook(take)
 
     def _view(self, name: str) -> Tensor:
         state = self._state_of[name]
@@ -116,32 +118,24 @@ class Buffers:
 
     # ---- gradients ----
 
-    def _hook_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        state = self._state_of[name]
-
-        def take(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            parameter.grad = None
-            self._reduction.take(state, name, gradient)
-
-        parameter.register_post_accumulate_grad_hook(take)
-
     def start_step(self) -> None:
         """Discard the last step's gradients (the first gradient of this step overwrites)."""
-        self.end_step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for buffer in self._buffers:
+            buffer.start_step()
         self._reduction.start_step()
 
     def finish_reduction(self) -> None:
         """Wait for all reductions over dp; sum gradients that are partial over tp or tied stages."""
         self._reduction.finish()
         for state in self._summed():
-            own = state.buffer.grad_shard(state.bucket)
-            if state.buffer.partial_over_tp:
-                self._tp.all_reduce(own)
-            state.buffer.tied.all_reduce(own)
+            if state.buffer.partial_over_tp and self._tp.size > 1:
+                self._tp.all_reduce(state.shard)
+            if state.buffer.tied.size > 1:
+                state.buffer.tied.all_reduce(state.shard)
         for buffer in self._buffers:
-            buffer.widen()
+            buffer.start_update()
 
     def used(self) -> set[str]:
         """Return the names of parameters that got a gradient on this rank in this step."""
@@ -150,14 +144,15 @@ class Buffers:
     def _summed(self) -> list[BucketState]:
         return [state for state in self._states if not state.buffer.frozen]
 
-    def scale_gradients(self, factor: Tensor) -> None:
-        for state in self._summed():
-            state.buffer.stepped_grad(state.bucket).mul_(factor)
+    def scale_gradients(self, factor: float) -> None:
+        for buffer in self._buffers:
+            if not buffer.frozen:
+                buffer.scale_gradients(factor)
 
     def end_step(self) -> None:
         """Free what only the optimizer step needed."""
         for buffer in self._buffers:
-            buffer.drop_wide()
+            buffer.end_update()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the step's reduced gradients of this rank's parameters, gathered over dp. A collective over dp."""

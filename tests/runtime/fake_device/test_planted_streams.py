@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from autoptd.layout.mesh import Mesh
@@ -115,23 +114,15 @@ def test_a_wait_on_another_stream(ask: Ask, monkeypatch: Patch) -> None:
 
 @pytest.mark.fault("a buffer reused too early")
 def test_a_buffer_of_gradients_that_is_not_kept(monkeypatch: Patch) -> None:
-    """The sum goes to a tensor of its own; the buffer that is being summed is dropped."""
-    whole = process_group.ProcessGroup.reduce_scatter_later
-
-    def reduce_scatter_later(self: process_group.ProcessGroup, out: Tensor, x: Tensor) -> Any:
-        works = whole(self, torch.empty_like(out), x)
-        kept.append(works.tensors[0])
-        works.tensors = ()
-        return works
+    """The buffer that is being summed is freed."""
+    whole = grad_reduce.BucketState.start_sum
 
     def start_sum(self: grad_reduce.BucketState) -> Any:
-        handle, own = summed(self)
-        return handle, own.clone()
+        handle = whole(self)
+        self.free()
+        return handle
 
-    kept: list[Tensor] = []
-    summed = grad_reduce.BucketState.start_sum
     monkeypatch.setattr(grad_reduce.BucketState, "start_sum", start_sum)
-    monkeypatch.setattr(process_group.ProcessGroup, "reduce_scatter_later", reduce_scatter_later)
     assert "reduce_scatter of" in fault_of(ZERO2, EarlyReuse)
 
 
