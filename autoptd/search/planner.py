@@ -326,7 +326,7 @@ class Planner:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         try:
             assert e.stages is not None
-            solutions = e.stages.solutions()
+            solutions = e.stages.solutions(self._best_s - self._bounds.with_end_s(e.candidate, 0.0))
         except StagesDoNotFit as refusal:
             e.is_full = True
             if refusal.every_cut:

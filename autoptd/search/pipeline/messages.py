@@ -61,6 +61,10 @@ class Messages:
             self._known[lanes, nbytes] = self._seconds(lanes, *nbytes)
         return self._known[lanes, nbytes]
 
+    def sends_s(self, cuts: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Return seconds of a message after each stage but the last."""
+        return tuple(self.send_s(stage, last + 1) for stage, (_, last) in enumerate(cuts[:-1]))
+
     def _seconds(self, lanes: Lanes, whole: int, split: int) -> float:
         if not self.sliced or not whole:
             return message_s(whole + split, self.cluster, lanes)

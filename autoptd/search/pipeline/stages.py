@@ -21,7 +21,7 @@ from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
-from autoptd.search.pipeline.evaluate import Staged, StageSolution, timed
+from autoptd.search.pipeline.evaluate import Staged, StageSolution, least_passes_s, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
 from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, path_of, relaxed_bound
 from autoptd.search.pipeline.partition import CutObjective, balanced, even_cuts, least_value, smallest_cut, solve_cuts
@@ -98,8 +98,9 @@ class Stages:
         found = list(dict.fromkeys(self._kinds))
         return tuple(found.index(kind) for kind in self._kinds)
 
-    def solutions(self) -> list[Staged]:
-        """Return the cuts of which one is the best; which one, a simulation tells. Raises DoesNotFit."""
+    def solutions(self, limit_s: float = math.inf) -> list[Staged]:
+        """Return the cuts of which one is the best; which one, a simulation tells. Of several, those whose passes take
+        `limit_s` at least are left out. Raises DoesNotFit."""
         if self.fixed or self.count == 1:
             return [self.finish(self._fixed_cuts())]
         if self.method.virtual == 1:
@@ -107,8 +108,16 @@ class Stages:
         most, ranks = self._cut_without_limits(), list(map(self.candidate.route.holder, range(self.count)))
         shared = balanced(most, ranks, self.problem.least_s, self.method.uncut)
         cuts = dict.fromkeys((most, shared, self._even(), self._rounded()))  # even ones may wait less than the bound
-        found = [staged for cut in cuts if cut and (staged := self._if_it_fits(cut))]
-        return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
+        quick = [cut for cut in cuts if cut and self._least_passes_s(cut) < limit_s]
+        found = [staged for cut in quick if (staged := self._if_it_fits(cut))]
+        if found or not quick:
+            return found
+        return [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
+
+    def _least_passes_s(self, cuts: Cuts) -> float:
+        """Return a lower bound on the passes of a cut: their seconds without recomputation."""
+        stages = [self.stage_cost(k).least_cost(*run) for k, run in enumerate(cuts)]
+        return least_passes_s(self.candidate, stages, self.chunks.messages.sends_s(cuts))
 
     def _cut_without_limits(self) -> Cuts:
         """Return the best cut if memory had no limit, since that of a run depends on all chunks of its rank."""
