@@ -90,11 +90,12 @@ class Staged:
     @property
     def least_s(self) -> float:
         """A lower bound on the seconds of its step: of its passes, and of what follows unless passes may hide it."""
-        passes_s = least_passes_s(self.candidate, self.stages, self.sends_s)
+        c, passes_s = self.candidate, least_passes_s(self.candidate, self.stages, self.sends_s)
         if "dp" in self.method.overlap:
             return passes_s + max(end.step_s for end in self.ends)
         all_wait_s = max(end.step_s + end.gather_s for end in self.ends)
-        last = self.ends if row_of(self.method.schedule).splits_backward else self.ends[:1]  # the first rank's backward pass ends last
+        # the first rank's backward pass ends last
+        last = self.ends if row_of(c.schedule).splits_backward else self.ends[:1]
         return passes_s + min(end.reduce_s for end in last) + all_wait_s
 
 

@@ -24,7 +24,15 @@ from autoptd.search.pipeline.cut_ilp import StageOption
 from autoptd.search.pipeline.evaluate import Staged, StageSolution, least_passes_s, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
 from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, path_of, relaxed_bound
-from autoptd.search.pipeline.partition import CutObjective, balanced, even_cuts, least_value, smallest_cut, solve_cuts
+from autoptd.search.pipeline.partition import (
+    CutObjective,
+    balanced,
+    even_cuts,
+    least_value,
+    rounded,
+    smallest_cut,
+    solve_cuts,
+)
 from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.pipeline.windows import Cuts, Floats, Partition, PartitionProblem
 from autoptd.search.sharding.tensors import Sharded, Tensors
@@ -82,8 +90,8 @@ class Stages:
     @cached_property
     def _of_stages(self) -> list[tuple[int, int]]:
         """The index of each stage in `stage_costs`, and the peak number of in-flight microbatches on its rank."""
-        route = self.candidate.route
-        return [(self._pools[rank], self.held(rank).chunks) for rank in map(route.holder, range(self.count))]
+        ranks = [(pool, self.held(rank).chunks) for rank, pool in enumerate(self._pools)]
+        return [ranks[rank] for rank in map(self.candidate.route.holder, range(self.count))]
 
     @cached_property
     def _kinds(self) -> list[tuple[int, float]]:
@@ -106,8 +114,10 @@ class Stages:
         if self.method.virtual == 1:
             return [self.finish(self._cut())]
         most, ranks = self._cut_without_limits(), list(map(self.candidate.route.holder, range(self.count)))
-        shared = balanced(most, ranks, self.problem.least_s, self.method.uncut)
-        cuts = dict.fromkeys((most, shared, self._even(), self._rounded()))  # even ones may wait less than the bound
+        least_s, uncut, bound = self.problem.least_s, self.method.uncut, self.relaxed_bound
+        near = rounded(bound.work_s, least_s, uncut) if bound.is_full else None  # its chunks share a rank's memory
+        # even stages may wait less than the bound says
+        cuts = dict.fromkeys((most, balanced(most, ranks, least_s, uncut), self._even(), near))
         quick = [cut for cut in cuts if cut and self._least_passes_s(cut) < limit_s]
         found = [staged for cut in quick if (staged := self._if_it_fits(cut))]
         if found or not quick:
@@ -128,26 +138,6 @@ class Stages:
         finally:
             self.stage_costs = known
             self.__dict__.pop("problem", None)
-
-    def _rounded(self) -> Cuts | None:
-        """Return the cut nearest to the fractions of the relaxation, which share each rank's memory among its chunks;
-        None if memory does not limit them, or a chunk would be empty."""
-        base, count = self.problem.least_s, len(self.problem.names)
-        work_s = self.relaxed_bound.work_s
-        if not work_s or not self.relaxed_bound.is_full:
-            return None
-        ends = np.cumsum(base)
-        wanted = np.cumsum(work_s)
-        lasts = [int(np.abs(ends - at * ends[-1] / wanted[-1]).argmin()) for at in wanted[:-1]]
-        for stage in range(len(lasts)):  # no chunk is empty
-            lasts[stage] = max(lasts[stage], lasts[stage - 1] + 1 if stage else 0)
-        for stage in reversed(range(len(lasts))):
-            lasts[stage] = min(lasts[stage], (lasts[stage + 1] if stage + 1 < len(lasts) else count - 1) - 1)
-        edges = (-1, *lasts, count - 1)
-        uncut = self.method.uncut
-        if any(last + 1 in uncut for last in lasts) or min(lasts, default=0) < 0:
-            return None
-        return tuple((first + 1, last) for first, last in pairwise(edges))
 
     def _even(self) -> Cuts | None:
         try:
