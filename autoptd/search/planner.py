@@ -65,10 +65,7 @@ class Answer:
 
 
 class Planner:
-    """The search for one task.
-
-    `known` holds what was worked out about this graph and serves further tasks of it.
-    """
+    """The search for one task. `known`: what was worked out about this graph, which serves further tasks of it."""
 
     def __init__(self, task: Task, progress: Progress, known: ShardingCache | None = None) -> None:
         assert known is None or known.folded is task.folded, "`known` is of another graph"
@@ -325,8 +322,9 @@ class Planner:
     def _simulate(self, e: QueueEntry) -> float:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         try:
-            assert e.stages is not None
-            solutions = e.stages.solutions(self._best_s - self._bounds.with_end_s(e.candidate, 0.0))
+            assert e.stages is not None  # unless memory is known to limit it, the recomputation of any cut tells
+            limit_s = self._best_s - self._bounds.with_end_s(e.candidate, 0.0) if e.is_full else NEVER
+            solutions = e.stages.solutions(limit_s)
         except StagesDoNotFit as refusal:
             e.is_full = True
             if refusal.every_cut:

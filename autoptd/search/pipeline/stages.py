@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
@@ -108,7 +108,7 @@ class Stages:
 
     def solutions(self, limit_s: float = math.inf) -> list[Staged]:
         """Return the cuts of which one is the best; which one, a simulation tells. Of several, those whose passes take
-        `limit_s` at least are left out. Raises DoesNotFit."""
+        `limit_s` at least are left out; if all do, the first that fits is returned. Raises DoesNotFit."""
         if self.fixed or self.count == 1:
             return [self.finish(self._fixed_cuts())]
         if self.method.virtual == 1:
@@ -117,10 +117,10 @@ class Stages:
         least_s, uncut, bound = self.problem.least_s, self.method.uncut, self.relaxed_bound
         near = rounded(bound.work_s, least_s, uncut) if bound.is_full else None  # its chunks share a rank's memory
         # even stages may wait less than the bound says
-        cuts = dict.fromkeys((most, balanced(most, ranks, least_s, uncut), self._even(), near))
-        quick = [cut for cut in cuts if cut and self._least_passes_s(cut) < limit_s]
-        found = [staged for cut in quick if (staged := self._if_it_fits(cut))]
-        if found or not quick:
+        cuts = list(filter(None, dict.fromkeys((most, balanced(most, ranks, least_s, uncut), self._even(), near))))
+        quick = [cut for cut in cuts if self._least_passes_s(cut) < limit_s]
+        fitting = filter(None, map(self._if_it_fits, quick or cuts))
+        if found := list(fitting if quick else islice(fitting, 1)):
             return found
         return [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
 
