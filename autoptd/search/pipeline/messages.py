@@ -12,7 +12,7 @@ share its NICs, including those of the dp, cp and tp ranks of one stage:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,16 +74,27 @@ class Messages:
         gathered = collective_s("all_gather", whole, self.cluster, self.tp, 1, self.world)
         return message_s(whole / self.tp + split, self.cluster, lanes) + gathered
 
+    @cached_property
+    def _places(self) -> dict[tuple[int, int], int]:
+        """The bytes of messages -> the last place where a stage that sends so many may end."""
+        return {nbytes: place for place, nbytes in enumerate(self.crossing) if place}
+
+    def least_sends_s(self) -> tuple[float, ...]:
+        """Return the least seconds of a message after each stage but the last, over all places where it may end."""
+        each = (
+            (self.send_s(stage, place) for place in self._places.values()) for stage in range(self.route.stages - 1)
+        )
+        return tuple(min(seconds, default=0.0) for seconds in each)
+
     def send_table_s(self) -> NDArray[np.float64]:
         """Return `send_s` for every stage and last segment, [stage, segment]; 0 for the last of either."""
         n = len(self.crossing)
         found = np.zeros((self.route.stages, n))
         rows: dict[int | None, NDArray[np.float64]] = {}  # by lanes
-        places = {nbytes: place for place, nbytes in enumerate(self.crossing) if place}  # the last with so many bytes
         for stage in range(self.route.stages - 1):
             at = self._edges.get(self.route.edge(stage))
             if at not in rows:
-                known = {nbytes: self.send_s(stage, place) for nbytes, place in places.items()}
+                known = {nbytes: self.send_s(stage, place) for nbytes, place in self._places.items()}
                 rows[at] = np.array([known[crossing] for crossing in self.crossing[1:]])
             found[stage, :-1] = rows[at]
         return found

@@ -280,11 +280,11 @@ class Stages:
         `measured`, with its reduction of gradients. With several chunks per rank, the memory of a run depends on the
         other chunks: only the busiest message counts.
         """
-        c, schedule, problem = self.candidate, self.method.schedule, self.problem
+        c, schedule = self.candidate, self.method.schedule
         sent_s = busiest_edge_s(self.least_sends_s, schedule, c.pp, c.microbatches)
         if self.method.virtual > 1:
             return LeastBound(sent_s, False)
-        path = CutObjective(c.microbatches, messages=False, fill=False)
+        problem, path = self.problem, CutObjective(c.microbatches, messages=False, fill=False)
         if not row_of(schedule).splits_backward:
             waits = tuple(passed_over(schedule, k, c.pp, c.microbatches) for k in range(c.pp))
             path = CutObjective(c.microbatches - 1, waits, messages=False)
@@ -315,7 +315,7 @@ class Stages:
     @cached_property
     def least_sends_s(self) -> tuple[float, ...]:
         """Least seconds of a message after each stage but the last, over all places where the stage may end."""
-        return tuple((self.problem.least_sends_s[:-1] / 2).tolist())
+        return self.chunks.messages.least_sends_s()
 
     @cached_property
     def relaxed_bound(self) -> LeastBound:
