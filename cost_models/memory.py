@@ -24,7 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
+from operator import add, attrgetter
 from typing import Literal
 
 import sympy
@@ -104,11 +105,14 @@ class Memory:
         return self.allocated + self.communication + self.overhead + self.context
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Memory(*map(add, _CATEGORIES(self), _CATEGORIES(other)))
 
     def to_data(self) -> dict[str, int]:
         """Return category -> bytes of the device."""
         return {name: nbytes for name, nbytes in asdict(self).items() if name != "host"}
+
+
+_CATEGORIES = attrgetter(*(field.name for field in fields(Memory)))  # the bytes of all
 
 
 def padded(numel: int, multiple: int) -> int:
@@ -333,6 +337,7 @@ def in_flight(stage: int, stages: int, microbatches: int, schedule: str = "1f1b"
     return alive(stage, stages, microbatches, schedule, virtual).chunks
 
 
+@lru_cache(maxsize=65536)
 def alive(stage: int, stages: int, microbatches: int, schedule: str = "1f1b", virtual: int = 1) -> Alive:
     """Return the in-flight microbatches per chunk at each candidate peak of a rank. Raises ValueError.
 

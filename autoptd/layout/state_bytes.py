@@ -120,9 +120,8 @@ class Packed:
         """Return the elements that a dp rank updates on its device; rank 0 has the most unless parameters are idle."""
         on_host = {id(bucket) for buckets in self.on_host for bucket in buckets}
         held = [bucket for bucket in self.laid_out if id(bucket) not in on_host]
-        slots = ((bucket, slot) for bucket in held for slot in bucket.slots if slot.name not in self.idle)
-        own = rank % self.shards
-        parts = (overlap(slot, bucket.shard(own, self.shards)) for bucket, slot in slots)
+        shards = ((bucket.shard(rank % self.shards, self.shards), bucket.slots) for bucket in held)
+        parts = (overlap(slot, shard) for shard, slots in shards for slot in slots if slot.name not in self.idle)
         return sum(part.stop - part.start for part in parts if part is not None)
 
 
@@ -147,21 +146,19 @@ def packed(
     """
     frozen = frozen or {}
     buffers: dict[tuple[int, Hashable], list[tuple[str, int]]] = {}
-    idle_names, count = set(), 0
+    count = 0
     for i, (buffer, elements) in enumerate(parameters):
         count += 1
-        buffers.setdefault((frozen.get(i, 0), buffer), []).insert(0, (str(i), elements))
-        if i in idle:
-            idle_names.add(str(i))
+        buffers.setdefault((frozen.get(i, 0), buffer), []).append((str(i), elements))
     named = {str(i): unit for i, unit in enumerate(units)} if units else None
-    laid_out = {key: tuple(pack(sizes, dp, bucket_elements, named)) for key, sizes in buffers.items()}
+    laid_out = {key: tuple(pack(reversed(sizes), dp, bucket_elements, named)) for key, sizes in buffers.items()}
     trained = tuple(buckets for (still, _), buckets in laid_out.items() if not still)
     alone = (buckets for buckets in trained if offload and int(buckets[0].slots[0].name) not in tied)
     return Packed(
         dp,
         shards,
         trained,
-        frozenset(idle_names),
+        frozenset(str(i) for i in range(count) if i in idle),
         tuple(units),
         tuple(buckets for (still, _), buckets in laid_out.items() if still),
         tuple(frozen.get(i, 0) for i in range(count)),

@@ -45,6 +45,7 @@ class QueueEntry:
     is_weighed: bool = False  # whether the model's work on one rank bounds it already
     closed: bool = False  # whether all its cuts were examined
     is_short: bool = False  # whether all candidates of its family lack memory
+    limits: tuple[bool, ...] = ()  # by which its variants were enqueued last, if memory limits it
     is_variant: bool = False  # of a candidate that memory limits: with memory-saving splits, or with offload
     turn: int = PLAIN
     place: _Place | None = None  # in the queue

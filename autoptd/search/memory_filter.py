@@ -34,6 +34,7 @@ class MemoryFilter:
     optimizer: str
     headroom: float = 0.0
     _bytes: dict[tuple[float, ...], float] = field(default_factory=dict)
+    _fits_host: dict[tuple[float, ...], bool] = field(default_factory=dict)
 
     def promising(self, options: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates whose state may fit; if there are none, the few with the smallest state."""
@@ -56,9 +57,11 @@ class MemoryFilter:
 
     def fits_host(self, c: Candidate) -> bool:
         """Return whether its share of the optimizer state may fit into the hosts' memory."""
-        hosts = [host_share(pool, c.world) for pool in self.cluster.pools]
-        most = max(math.inf if nbytes is None else nbytes * (1 - self.headroom) for nbytes in hosts)
-        return self.least_host_bytes(c) <= most
+        if (key := c.sharded_state) not in self._fits_host:
+            hosts = [host_share(pool, c.world) for pool in self.cluster.pools]
+            most = max(math.inf if nbytes is None else nbytes * (1 - self.headroom) for nbytes in hosts)
+            self._fits_host[key] = self.least_host_bytes(c) <= most
+        return self._fits_host[key]
 
     def least_host_bytes(self, c: Candidate) -> float:
         """Return a lower bound on the host's bytes of the fullest rank: main copies, gradients and optimizer state."""

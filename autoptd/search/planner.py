@@ -53,10 +53,7 @@ _COST_MEMORY = {"cuts", "headroom", "max_tp", "offload", "splits", "whole"}  # c
 
 
 class Planner:
-    """The search for one task.
-
-    `known` holds what was worked out about this graph and serves further tasks of it.
-    """
+    """The search for one task. `known`: what was worked out about this graph, which serves further tasks of it."""
 
     def __init__(self, task: Task, progress: Progress, known: ShardingCache | None = None) -> None:
         assert known is None or known.folded is task.folded, "`known` is of another graph"
@@ -88,8 +85,7 @@ class Planner:
         self._variants = Variants(task, self._memory)
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
         self._too_large: list[QueueEntry] = []  # those that do not fit
-        self._effort = Effort(task.effort)
-        self._visited = 0
+        self._effort, self._visited = Effort(task.effort), 0
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for impossible constraints, DoesNotFit where nothing fits."""
@@ -154,8 +150,8 @@ class Planner:
             late, hopeless = time.monotonic() - started > self.task.time_limit_s, queue.refused >= _REFUSALS
             if late if self._best else hopeless and self.task.effort is not None:
                 break
-            ended = self.task.effort is not None and queue.has_ended(e)
-            if e.bound_s >= self._best_s or (ended and e.step >= _CUT):
+            ended = e.step >= _CUT and self.task.effort is not None and queue.has_ended(e)
+            if e.bound_s >= self._best_s or ended:
                 continue
             priority_s = self._advance(e)
             while self._best is None and _CUT <= e.step <= _SIMULATED and priority_s < NEVER:
@@ -176,7 +172,8 @@ class Planner:
         """Enqueue the variants of a candidate once memory limits it. Others are no faster than the candidate itself."""
         every = self.task.effort is None and e.step >= _CUT - 1
         on_host = every or (e.stages is not None and e.stages.copies_quickly)
-        for c in self._variants.of(e.candidate, on_host) if every or e.is_full or e.is_short else ():
+        known, e.limits = e.limits, (every or e.is_full or e.is_short, e.is_full, on_host)
+        for c in self._variants.of(e.candidate, on_host) if e.limits[0] and e.limits != known else ():
             if c not in self._queue and (c.offload or every or e.is_full):
                 floor_s = max(self._bounds.floor_s(c), e.split_s if c.offload == e.candidate.offload else 0.0)
                 self._queue.add(QueueEntry(c, floor_s, is_variant=e.is_varied or e.bound_s < NEVER, turn=e.turn))
@@ -324,8 +321,9 @@ class Planner:
     def _simulate(self, e: QueueEntry) -> float:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         try:
-            assert e.stages is not None
-            solutions = e.stages.solutions()
+            assert e.stages is not None  # unless memory is known to limit it, the recomputation of any cut tells
+            limit_s = self._best_s - self._bounds.with_end_s(e.candidate, 0.0) if e.is_full else NEVER
+            solutions = e.stages.solutions(limit_s)
         except StagesDoNotFit as refusal:
             e.is_full = True
             if refusal.every_cut:

@@ -200,7 +200,7 @@ def test_a_search_without_a_plan_ends(gpt: autoptd.TracedModel, monkeypatch: pyt
     """Fractions of segments fit, whole ones do not: after some of these the rest is left out, and the error says so."""
     tried = []
 
-    def refuse(stages: Stages) -> list[Staged]:
+    def refuse(stages: Stages, limit_s: float) -> list[Staged]:
         tried.append(stages.candidate)
         raise StagesDoNotFit("these stages do not fit", every_cut=False)
 

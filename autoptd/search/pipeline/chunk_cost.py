@@ -269,11 +269,11 @@ class ChunkCosts(StepEnd):
         unsharded at their peak. `cut`: the segments of all stages, if known: a parameter that several stages hold is in
         a buffer of its own. `tied_apart`: count every one that several segments read as such.
         """
-        held: dict[str, Held] = {}
+        held, segments, split = dict[str, Held](), self._held, self._experts
         for first, last in runs:
             alone = first == last and self.candidate.pp == 1
-            for i in range(first, last + 1):
-                held.update((name, own) for name, own, is_first in self._held[i] if is_first or not alone)
+            for mine in segments[first : last + 1]:
+                held.update((name, own) for name, own, is_first in mine if is_first or not alone)
         own = sorted(held.items(), key=lambda item: item[1].order)
         if any(first == 0 for first, _ in runs):  # the first stage holds unused parameters
             own += self._unused.items()
@@ -281,7 +281,7 @@ class ChunkCosts(StepEnd):
         end = self.held_by_loss(runs)
         if len(self.copies) == 1:
             return end + self._laid_out(own, shared, runs, cut, self.copies[0])
-        apart = ([item for item in own if (item[0] in self._experts) == experts] for experts in (False, True))
+        apart = ([item for item in own if (item[0] in split) == experts] for experts in (False, True))
         dense, experts = (
             self._laid_out(mine, shared, runs, cut, c) for mine, c in zip(apart, self.copies, strict=True)
         )
@@ -296,21 +296,22 @@ class ChunkCosts(StepEnd):
         copies: Copies,
     ) -> Memory:
         """Return the state of parameters that have the same copies."""
-        laid = [(name, h) for name, h in own if not (h.frozen and self.candidate.zero < 3)]
-        idle = {i for i, (name, h) in enumerate(laid) if name in self._unused and not h.frozen}
+        unused, dtypes, whole, zero = self._unused, self._dtypes, self.whole.shapes, self.candidate.zero
+        laid = [(name, h) for name, h in own if not (h.frozen and zero < 3)]
+        idle = {i for i, (name, h) in enumerate(laid) if name in unused and not h.frozen}
         used = [(name, h.numel) for i, (name, h) in enumerate(laid) if i not in idle]
-        idle |= {i for i, (name, _) in enumerate(laid) if name in self.whole.shapes}
-        still = {i: self._dtypes[name].itemsize for i, (name, h) in enumerate(laid) if h.frozen}
-        sizes = [((buffer_class(h.placement), shared.get(name), self._dtypes[name]), h.numel) for name, h in laid]
-        units = [self._unit(name, runs, cut) for name, _ in laid] if self.candidate.zero >= 2 else ()
+        idle |= {i for i, (name, _) in enumerate(laid) if name in whole}
+        still = {i: dtypes[name].itemsize for i, (name, h) in enumerate(laid) if h.frozen}
+        sizes = [((h.buffer, shared.get(name), dtypes[name]), h.numel) for name, h in laid]
+        units = self._units([name for name, _ in laid], runs, cut) if zero >= 2 else ()
         tied = {i for i, (name, _) in enumerate(laid) if name in shared}
         layout = packed(sizes, copies.ranks, copies.shards, self.bucket, idle, units, still, self.offload, tied)
         kept = self.whole.cost.moments * layout.most_stepped + self._load(used, copies).kept
         state = self._model_state(
             layout.buckets, copies, whole_numel=layout.whole, kept=kept, on_host=layout.host_elements
         )
-        nbytes = sum(h.numel * self._dtypes[name].itemsize for name, h in own if h.frozen and self.candidate.zero < 3)
-        nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if self.candidate.zero == 3 else 0)
+        nbytes = sum(h.numel * dtypes[name].itemsize for name, h in own if h.frozen and zero < 3)
+        nbytes += layout.frozen_bytes + (layout.gathered_bytes(self.compute) if zero == 3 else 0)
         there = host_state_bytes(layout.hosted, precision=self.precision, optimizer=self.optimizer)
         return state + Memory(parameters=nbytes, host=there)
 

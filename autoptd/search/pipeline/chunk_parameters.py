@@ -189,15 +189,16 @@ class ChunkParameters:
     def _dtypes(self) -> dict[str, torch.dtype]:
         return self._memoised("dtypes", lambda: parameter_dtypes(self.folded))
 
-    def _unit(self, name: str, runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> Unit:
-        """Return the unit that a parameter is all-gathered with: the block that owns it, else the stages that read it.
+    def _units(self, names: Sequence[str], runs: list[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> list[Unit]:
+        """Return the units that parameters are all-gathered with: the block that owns one, else the stages that read
+        it. The first stage holds unused parameters."""
+        blocks, readers, stages = self._blocks, self._readers, cut or runs
 
-        The first stage holds unused parameters."""
-        if name in self._blocks:
-            return self._blocks[name], (0,)
-        readers = self._readers.get(name, set[int]())
-        where = (k for k, (first, last) in enumerate(cut or runs) if any(first <= i <= last for i in readers))
-        return "", tuple(where) or (0,)
+        def read(name: str) -> tuple[int, ...]:
+            where = readers.get(name, set[int]())
+            return tuple(k for k, (first, last) in enumerate(stages) if any(first <= i <= last for i in where)) or (0,)
+
+        return [(blocks[name], (0,)) if name in blocks else ("", read(name)) for name in names]
 
     @property
     def _blocks(self) -> dict[str, str]:

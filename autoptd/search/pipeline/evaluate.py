@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -90,21 +90,22 @@ class Staged:
     @property
     def least_s(self) -> float:
         """A lower bound on the seconds of its step: of its passes, and of what follows unless passes may hide it."""
-        c, kind = self.candidate, self.method.schedule
-        forward_s, backward_s, weight_s = zip(
-            *((s.forward_s, s.backward_s, s.weight_s) for s in self.stages), strict=True
-        )
-        passes_s = max(
-            cut_bound_s(forward_s, backward_s, kind, c.pp, c.microbatches, self.sends_s),
-            longest_path_s(
-                kind, c.pp, c.microbatches, self.method.virtual, (forward_s, backward_s, weight_s), self.sends_s
-            ),
-        )
+        c, passes_s = self.candidate, least_passes_s(self.candidate, self.stages, self.sends_s)
         if "dp" in self.method.overlap:
             return passes_s + max(end.step_s for end in self.ends)
         all_wait_s = max(end.step_s + end.gather_s for end in self.ends)
-        last = self.ends if row_of(kind).splits_backward else self.ends[:1]  # the first rank's backward pass ends last
+        # the first rank's backward pass ends last
+        last = self.ends if row_of(c.schedule).splits_backward else self.ends[:1]
         return passes_s + min(end.reduce_s for end in last) + all_wait_s
+
+
+def least_passes_s(c: Candidate, stages: Sequence[ChunkCost], sends_s: Sequence[float]) -> float:
+    """Return a lower bound on the seconds of the passes of a cut. `sends_s`: of a message after each stage."""
+    forward_s, backward_s, weight_s = zip(*((s.forward_s, s.backward_s, s.weight_s) for s in stages), strict=True)
+    return max(
+        cut_bound_s(forward_s, backward_s, c.schedule, c.pp, c.microbatches, sends_s),
+        longest_path_s(c.schedule, c.pp, c.microbatches, c.virtual, (forward_s, backward_s, weight_s), sends_s),
+    )
 
 
 def timed(chunks: ChunkCosts, solution: StageSolution, memory: tuple[Memory, ...]) -> Staged:
@@ -113,7 +114,7 @@ def timed(chunks: ChunkCosts, solution: StageSolution, memory: tuple[Memory, ...
     cuts = enumerate(zip(solution.boundaries, solution.policies, strict=True))
     stages = tuple(chunks.on(route.holder(k)).chunk(*run, again) for k, (run, again) in cuts)
     ends = tuple(_end(chunks.on(rank), solution.boundaries, rank) for rank in range(c.pp))
-    sends = tuple(chunks.messages.send_s(k, last + 1) for k, (_, last) in enumerate(solution.boundaries[:-1]))
+    sends = chunks.messages.sends_s(solution.boundaries)
     seconds = _bound_s(stages, c, method) + max(e.reduce_s + e.step_s + e.gather_s for e in ends)
     return Staged(c, method, chunks, solution, stages, sends, memory, ends, seconds)
 

@@ -12,7 +12,7 @@ share its NICs, including those of the dp, cp and tp ranks of one stage:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +28,16 @@ Lanes = tuple[Lane, ...]  # distinct lanes of the messages of one edge
 
 
 @lru_cache(maxsize=256)
-def edge_lanes(cluster: Cluster, route: StageMap, width: int) -> Mapping[int, Lanes]:
-    """Return edge -> lanes for stages of `width` ranks. Raises ClusterError for ranks outside the cluster."""
-    found: dict[int, Lanes] = {}
+def edge_lanes(cluster: Cluster, route: StageMap, width: int) -> tuple[Mapping[int, int], tuple[Lanes, ...]]:
+    """Return edge -> index of its lanes, and the different lanes, for stages of `width` ranks.
+
+    Raises ClusterError for ranks outside the cluster."""
+    found, known = dict[int, int](), dict[Lanes, int]()
     for edges in route.rounds():
         ends = [(first * width, second * width) for first, second in edges.values()]
-        found |= zip(edges, lanes_between(cluster, ends, width), strict=True)
-    return found
+        for edge, lanes in zip(edges, lanes_between(cluster, ends, width), strict=True):
+            found[edge] = known.setdefault(lanes, len(known))
+    return found, tuple(known)
 
 
 class Messages:
@@ -48,18 +51,22 @@ class Messages:
         self.cluster, self.tp, self.world = cluster, candidate.tp, candidate.world
         self.route, self.crossing = candidate.route, crossing
         self.sliced = method.sends == "slices" and self.tp > 1
-        self.edges = edge_lanes(cluster, self.route, candidate.tp * candidate.dp * method.cp)
-        self._known: dict[tuple[Lanes, tuple[int, int]], float] = {}
+        self._edges, self._lanes = edge_lanes(cluster, self.route, candidate.tp * candidate.dp * method.cp)
+        self._known: dict[tuple[int, tuple[int, int]], float] = {}
 
     def send_s(self, stage: int, place: int) -> float:
         """Return seconds of one message if `stage` ends before segment `place`; 0 if the next is on the same rank."""
         nbytes = self.crossing[place] if place < len(self.crossing) else (0, 0)
-        lanes = self.edges.get(self.route.edge(stage), ())
-        if not lanes or not any(nbytes):
+        at = self._edges.get(self.route.edge(stage))
+        if at is None or not any(nbytes):
             return 0.0
-        if (lanes, nbytes) not in self._known:
-            self._known[lanes, nbytes] = self._seconds(lanes, *nbytes)
-        return self._known[lanes, nbytes]
+        if (at, nbytes) not in self._known:
+            self._known[at, nbytes] = self._seconds(self._lanes[at], *nbytes)
+        return self._known[at, nbytes]
+
+    def sends_s(self, cuts: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Return seconds of a message after each stage but the last."""
+        return tuple(self.send_s(stage, last + 1) for stage, (_, last) in enumerate(cuts[:-1]))
 
     def _seconds(self, lanes: Lanes, whole: int, split: int) -> float:
         if not self.sliced or not whole:
@@ -67,16 +74,27 @@ class Messages:
         gathered = collective_s("all_gather", whole, self.cluster, self.tp, 1, self.world)
         return message_s(whole / self.tp + split, self.cluster, lanes) + gathered
 
+    @cached_property
+    def _places(self) -> dict[tuple[int, int], int]:
+        """The bytes of messages -> the last place where a stage that sends so many may end."""
+        return {nbytes: place for place, nbytes in enumerate(self.crossing) if place}
+
+    def least_sends_s(self) -> tuple[float, ...]:
+        """Return the least seconds of a message after each stage but the last, over all places where it may end."""
+        each = (
+            (self.send_s(stage, place) for place in self._places.values()) for stage in range(self.route.stages - 1)
+        )
+        return tuple(min(seconds, default=0.0) for seconds in each)
+
     def send_table_s(self) -> NDArray[np.float64]:
         """Return `send_s` for every stage and last segment, [stage, segment]; 0 for the last of either."""
         n = len(self.crossing)
         found = np.zeros((self.route.stages, n))
-        rows: dict[Lanes, NDArray[np.float64]] = {}
-        places = {nbytes: place for place, nbytes in enumerate(self.crossing) if place}  # the last with so many bytes
+        rows: dict[int | None, NDArray[np.float64]] = {}  # by lanes
         for stage in range(self.route.stages - 1):
-            lanes = self.edges.get(self.route.edge(stage), ())
-            if lanes not in rows:
-                known = {nbytes: self.send_s(stage, place) for nbytes, place in places.items()}
-                rows[lanes] = np.array([known[crossing] for crossing in self.crossing[1:]])
-            found[stage, :-1] = rows[lanes]
+            at = self._edges.get(self.route.edge(stage))
+            if at not in rows:
+                known = {nbytes: self.send_s(stage, place) for nbytes, place in self._places.items()}
+                rows[at] = np.array([known[crossing] for crossing in self.crossing[1:]])
+            found[stage, :-1] = rows[at]
         return found

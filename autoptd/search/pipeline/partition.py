@@ -275,6 +275,22 @@ def balanced(cuts: Cuts, ranks: Sequence[int], seconds: Floats, uncut: Collectio
         busy_s[giver] -= moved_s
 
 
+def rounded(work_s: Sequence[float], seconds: Floats, uncut: Collection[int]) -> Cuts | None:
+    """Return the cut whose stages have about these shares of the work; None if none is given, a stage would be empty or
+    begin with a segment of `uncut`. `seconds`: of each segment."""
+    if not work_s:
+        return None
+    ends, wanted, count = np.cumsum(seconds), np.cumsum(work_s), len(seconds)
+    lasts = [int(np.abs(ends - at * ends[-1] / wanted[-1]).argmin()) for at in wanted[:-1]]
+    for stage in range(len(lasts)):  # no stage is empty
+        lasts[stage] = max(lasts[stage], lasts[stage - 1] + 1 if stage else 0)
+    for stage in reversed(range(len(lasts))):
+        lasts[stage] = min(lasts[stage], (lasts[stage + 1] if stage + 1 < len(lasts) else count - 1) - 1)
+    if any(last + 1 in uncut for last in lasts) or min(lasts, default=0) < 0:
+        return None
+    return tuple((first + 1, last) for first, last in pairwise((-1, *lasts, count - 1)))
+
+
 def even_cuts(folded: Folded, stages: int) -> tuple[tuple[int, int], ...]:
     """Return the first and last segment of each stage of an even cut. Raises PlanError for fewer blocks than stages."""
     unit = max(folded.units, key=lambda u: (u.count, u.length))

@@ -28,7 +28,7 @@ from autoptd.schedule import Alive
 
 EXACT = 10_000  # most choices per rank that are enumerated; beyond, a greedy order by bytes saved per second
 _NONE = np.zeros(1)
-_COMPARED = 600  # choices of a chunk that are compared at a time, to leave out those that others beat
+_COMPARED = 200  # choices of a chunk that are compared at a time, to leave out those that others beat
 
 
 class RecomputeOption(NamedTuple):
@@ -113,6 +113,8 @@ class RecomputeFront:
         """Return the fastest choice whose `kept` and `extra` bytes are within a budget; None if there is none."""
         if self._quickest.kept + self._quickest.extra <= budget_bytes:
             return self._quickest
+        if self._least_kept > budget_bytes:
+            return None
         nbytes, counts = self._points
         at = int(np.searchsorted(-nbytes, -budget_bytes))
         if at == len(nbytes):
@@ -144,6 +146,11 @@ class RecomputeFront:
     @cached_property
     def _quickest(self) -> RecomputeChoice:
         return _choice(self.chunks, [tuple(options[0] for options in chunk) for chunk in self.chunks], self.alive)
+
+    @cached_property
+    def _least_kept(self) -> int:
+        """The bytes that every choice keeps: a bound that takes less time than the choices."""
+        return self.alive.kept([sum(min(w.peak.kept for w in options) for options in chunk) for chunk in self.chunks])
 
     @cached_property
     def _groups(self) -> list[Group]:
@@ -292,21 +299,19 @@ def _greedy(groups: Sequence[Group], alive: Alive) -> Iterator[tuple[tuple[int, 
     """Yield the number of blocks per group and option: of the fastest choice, and then with one block at a time
     switched, by the most bytes saved per second."""
     held = [max(row[where[0][0]] for row in alive.rows) for _, where in groups]
+    moves = sorted(
+        ((options[new].recompute_s - options[old].recompute_s) / saved, g, old, new)
+        for g, (options, _) in enumerate(groups)
+        for old, new in itertools.combinations(range(len(options)), 2)
+        if (saved := (options[old].peak.kept - options[new].peak.kept) * held[g]) > 0
+    )
     counts = [[len(where), *[0] * (len(options) - 1)] for options, where in groups]
-    while True:
-        yield tuple(map(tuple, counts))
-        best: tuple[float, int, int, int] | None = None
-        for g, (options, _) in enumerate(groups):
-            for old, new in itertools.combinations(range(len(options)), 2):
-                saved = (options[old].peak.kept - options[new].peak.kept) * held[g]
-                if counts[g][old] and saved > 0:
-                    price = (options[new].recompute_s - options[old].recompute_s) / saved
-                    best = min(best or (math.inf, 0, 0, 0), (price, g, old, new))
-        if best is None:
-            return
-        _, g, old, new = best
+    yield tuple(map(tuple, counts))
+    while (move := next((move for move in moves if counts[move[1]][move[2]]), None)) is not None:
+        _, g, old, new = move
         counts[g][old] -= 1
         counts[g][new] += 1
+        yield tuple(map(tuple, counts))
 
 
 def _assigned(

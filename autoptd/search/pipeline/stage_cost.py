@@ -42,13 +42,10 @@ _Key = int  # of a run, by the names of its segments and by whether it starts at
 
 @dataclass(frozen=True)
 class SegmentRange:
-    """Memory of a run of segments: upper bound of its state, bytes of gradients upcast for the step, and its blocks:
-    positions of their segments relative to the run's first, their kinds, and recompute options. `state.host`: a lower
-    bound, of a rank whose chunks are all alike. `counting_host`: the options where host memory is a limit. `received`:
-    whether the first of them received its inputs from another stage."""
+    """The blocks of a run of segments: positions of their segments relative to the run's first, their kinds, and
+    recompute options. `counting_host`: the options where host memory is a limit. `received`: whether the first of them
+    received its inputs from another stage."""
 
-    state: Memory
-    upcast: int
     blocks: tuple[tuple[int, ...], ...]
     kinds: tuple[Kinds, ...]
     options: tuple[RecomputeOptions, ...]
@@ -80,6 +77,7 @@ class StageCost:
         self._keys: dict[tuple[int, int], _Key] = {}
         self._known: dict[tuple[bool, tuple[int, ...]], _Key] = {}
         self._spans: dict[_Key, SegmentRange] = {}
+        self._states: dict[_Key, tuple[Memory, int]] = {}
         self._choices: dict[tuple[_Key, int], RecomputeChoice | None] = {}
         self._options: dict[tuple[_Key, int], tuple[StageOption, ...]] = {}
         self._costs: dict[tuple[_Key, int], ChunkCost] = {}
@@ -101,8 +99,8 @@ class StageCost:
     def _choice(self, first: int, last: int, alive: int) -> RecomputeChoice | None:
         key = self._key(first, last), alive
         if key not in self._choices:
-            span, chunks = self.span(first, last), self.method.virtual
-            self._choices[key] = self.choose([span], span.state, span.upcast, Alive(((alive,),)), chunks)
+            span, state = self.span(first, last), self._state(first, last)
+            self._choices[key] = self.choose([span], *state, Alive(((alive,),)), self.method.virtual)
         return self._choices[key]
 
     def _chunk(self, first: int, last: int, choice: RecomputeChoice) -> ChunkCost:
@@ -122,9 +120,9 @@ class StageCost:
         return self._options[key]
 
     def _option(self, first: int, last: int, choice: RecomputeChoice, alive: int) -> StageOption:
-        span, cost = self.span(first, last), self._chunk(first, last, choice)
-        needed = self._needed(span.state, span.upcast, choice.kept, choice.extra, self.method.virtual)
-        on_host = span.state.host + self.host_bytes(choice, Alive(((alive,),)), self.method.virtual)
+        (state, upcast), cost = self._state(first, last), self._chunk(first, last, choice)
+        needed = self._needed(state, upcast, choice.kept, choice.extra, self.method.virtual)
+        on_host = state.host + self.host_bytes(choice, Alive(((alive,),)), self.method.virtual)
         return StageOption(cost.forward_s + cost.backward_s, max(needed / self.limit, on_host / self.host_limit))
 
     def least_cost(self, first: int, last: int) -> ChunkCost:
@@ -191,18 +189,17 @@ class StageCost:
 
     def over_bytes(self, first: int, last: int, alive: int) -> float:
         """Return by how many bytes a stage of these segments exceeds its memory under the most saving recomputation."""
-        span = self.span(first, last)
-        kept, extra = bytes_of(most_saving([span.options]), Alive(((alive,),)))
-        return self._needed(span.state, span.upcast, kept, extra, self.method.virtual) - self.limit
+        kept, extra = bytes_of(most_saving([self.span(first, last).options]), Alive(((alive,),)))
+        return self._needed(*self._state(first, last), kept, extra, self.method.virtual) - self.limit
 
     def over_host_bytes(self, first: int, last: int, alive: int) -> float:
         """Return by how many bytes such a stage exceeds its host's memory, with the fastest recomputation that fits on
         the device; 0 if none does."""
-        span, held, chunks = self.span(first, last), Alive(((alive,),)), self.method.virtual
-        choice = self.choose([span], span.state, span.upcast, held, chunks, host_limit=math.inf)
+        (state, upcast), held, chunks = self._state(first, last), Alive(((alive,),)), self.method.virtual
+        choice = self.choose([self.span(first, last)], state, upcast, held, chunks, host_limit=math.inf)
         if choice is None:
             return 0.0
-        return span.state.host + self.host_bytes(choice, held, chunks) - self.host_limit
+        return state.host + self.host_bytes(choice, held, chunks) - self.host_limit
 
     @property
     def budget_bytes(self) -> float:
@@ -262,8 +259,6 @@ class StageCost:
             options = [(self.blocks.options_of(*both), both) for both in zip(blocks, received, strict=True)]
             limited = self.blocks.offloads and self.host_limit < math.inf
             self._spans[key] = SegmentRange(
-                replace(self.chunks.state_at_most(first, last), host=self.chunks.host_at_least(first, last)),
-                self.chunks.update_bytes([(first, last)]),
                 tuple(tuple(i - first for i in block) for block in blocks),
                 tuple(self.blocks.kinds_of(block) for block in blocks),
                 tuple(own for own, _ in options),
@@ -271,6 +266,17 @@ class StageCost:
                 tuple(self.blocks.options_counting_host(*both) for _, both in options if limited),
             )
         return self._spans[key]
+
+    def _state(self, first: int, last: int) -> tuple[Memory, int]:
+        """Return an upper bound of a run's state, and the bytes of its gradients upcast for the step. Its `host` is a
+        lower bound, of a rank whose chunks are all alike. Nothing if memory is unlimited."""
+        key = self._key(first, last)
+        if self.limit == math.inf:
+            return Memory(), 0
+        if key not in self._states:
+            found = replace(self.chunks.state_at_most(first, last), host=self.chunks.host_at_least(first, last))
+            self._states[key] = found, self.chunks.update_bytes([(first, last)])
+        return self._states[key]
 
     # ---- lower bounds per segment ----
 
@@ -323,9 +329,10 @@ class StageCost:
     def relaxed(self) -> list[Blocks]:
         """The blocks for the linear relaxation of `search/pipeline/lp_bound.py`."""
         found = []
+        last = len(self.chunks.names) - 1
         for same, parts in zip(self.blocks.alike, self.blocks.relaxed, strict=True):
             whole, *segments = [self._part(run, options) for run, options in parts]
-            only = {((0,),): 0, ((len(self.chunks.names) - 1,),): -1}.get(tuple(same))
+            only = 0 if same == [(0,)] else -1 if same == [(last,)] else None
             found.append(Blocks(len(same), whole, tuple(segments), only))
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -11,6 +12,7 @@ from torch import fx
 from autoptd.cost_models.dispatch import QUANTILE, fullest
 from autoptd.layout.host_memory import pinned_bytes
 from autoptd.layout.placements import Placement
+from autoptd.layout.state_bytes import buffer_class
 from autoptd.passes.analysis.flops import CASTS, LOOKUPS, work
 from autoptd.passes.analysis.fusion import is_row_op
 from autoptd.passes.analysis.liveness import Peak, Walk, cuts_logits
@@ -33,6 +35,11 @@ class Held:
     numel: int
     placement: Placement
     frozen: bool
+
+    @cached_property
+    def buffer(self) -> str:
+        """The class of the buffer that it is in."""
+        return buffer_class(self.placement)
 
 
 def parameter_dtypes(folded: Folded) -> dict[str, torch.dtype]:

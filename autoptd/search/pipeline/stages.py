@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
@@ -22,10 +22,18 @@ from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
-from autoptd.search.pipeline.evaluate import Staged, StageSolution, timed
+from autoptd.search.pipeline.evaluate import Staged, StageSolution, least_passes_s, timed
 from autoptd.search.pipeline.lower_bounds import busiest_edge_s, message_path_s, passed_over
 from autoptd.search.pipeline.lp_bound import LeastBound, Pipeline, in_flight, of_any, path_of, relaxed_bound
-from autoptd.search.pipeline.partition import CutObjective, balanced, even_cuts, least_value, smallest_cut, solve_cuts
+from autoptd.search.pipeline.partition import (
+    CutObjective,
+    balanced,
+    even_cuts,
+    least_value,
+    rounded,
+    smallest_cut,
+    solve_cuts,
+)
 from autoptd.search.pipeline.stage_cost import StageCost
 from autoptd.search.pipeline.windows import Cuts, Floats, Partition, PartitionProblem
 from autoptd.search.sharding.tensors import Sharded, Tensors
@@ -83,8 +91,8 @@ class Stages:
     @cached_property
     def _of_stages(self) -> list[tuple[int, int]]:
         """The index of each stage in `stage_costs`, and the peak number of in-flight microbatches on its rank."""
-        route = self.candidate.route
-        return [(self._pools[rank], self.held(rank).chunks) for rank in map(route.holder, range(self.count))]
+        ranks = [(pool, self.held(rank).chunks) for rank, pool in enumerate(self._pools)]
+        return [ranks[rank] for rank in map(self.candidate.route.holder, range(self.count))]
 
     @cached_property
     def _kinds(self) -> list[tuple[int, float]]:
@@ -99,18 +107,29 @@ class Stages:
         found = list(dict.fromkeys(self._kinds))
         return tuple(found.index(kind) for kind in self._kinds)
 
-    def solutions(self) -> list[Staged]:
-        """Return the cuts of which one is the best; which one, a simulation tells. Raises DoesNotFit."""
+    def solutions(self, limit_s: float = math.inf) -> list[Staged]:
+        """Return the cuts of which one is the best; which one, a simulation tells. Of several, those whose passes take
+        `limit_s` at least are left out; if all do, the first that fits is returned. Raises DoesNotFit."""
         if self.fixed or self.count == 1:
             return [self.finish(self._fixed_cuts())]
         if self.method.virtual == 1:
             return [self.finish(self._cut())]
         most, ranks = self._cut_without_limits(), list(map(self.candidate.route.holder, range(self.count)))
-        even = self._even()  # may wait less than the bound
-        shared = (balanced(cut, ranks, self.problem.least_s, self.method.uncut) for cut in (most, even) if cut)
-        cuts = dict.fromkeys((most, even, *shared, self._rounded()))
-        found = [staged for cut in cuts if cut and (staged := self._if_it_fits(cut))]
-        return found or [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
+        least_s, uncut, bound = self.problem.least_s, self.method.uncut, self.relaxed_bound
+        near = rounded(bound.work_s, least_s, uncut) if bound.is_full else None  # its chunks share a rank's memory
+        even = self._even()  # such stages may wait less than the bound says
+        shared = (balanced(cut, ranks, least_s, uncut) for cut in (most, even) if cut)
+        cuts = list(filter(None, dict.fromkeys((most, even, *shared, near))))
+        quick = [cut for cut in cuts if self._least_passes_s(cut) < limit_s]
+        fitting = filter(None, map(self._if_it_fits, quick or cuts))
+        if found := list(fitting if quick else islice(fitting, 1)):
+            return found
+        return [self.finish(self._cut())]  # assumes that all chunks of a rank need the same memory
+
+    def _least_passes_s(self, cuts: Cuts) -> float:
+        """Return a lower bound on the passes of a cut: their seconds without recomputation."""
+        stages = [self.stage_cost(k).least_cost(*run) for k, run in enumerate(cuts)]
+        return least_passes_s(self.candidate, stages, self.chunks.messages.sends_s(cuts))
 
     def _cut_without_limits(self) -> Cuts:
         """Return the best cut if memory had no limit, since that of a run depends on all chunks of its rank."""
@@ -121,26 +140,6 @@ class Stages:
         finally:
             self.stage_costs = known
             self.__dict__.pop("problem", None)
-
-    def _rounded(self) -> Cuts | None:
-        """Return the cut nearest to the fractions of the relaxation, which share each rank's memory among its chunks;
-        None if memory does not limit them, or a chunk would be empty."""
-        base, count = self.problem.least_s, len(self.problem.names)
-        work_s = self.relaxed_bound.work_s
-        if not work_s or not self.relaxed_bound.is_full:
-            return None
-        ends = np.cumsum(base)
-        wanted = np.cumsum(work_s)
-        lasts = [int(np.abs(ends - at * ends[-1] / wanted[-1]).argmin()) for at in wanted[:-1]]
-        for stage in range(len(lasts)):  # no chunk is empty
-            lasts[stage] = max(lasts[stage], lasts[stage - 1] + 1 if stage else 0)
-        for stage in reversed(range(len(lasts))):
-            lasts[stage] = min(lasts[stage], (lasts[stage + 1] if stage + 1 < len(lasts) else count - 1) - 1)
-        edges = (-1, *lasts, count - 1)
-        uncut = self.method.uncut
-        if any(last + 1 in uncut for last in lasts) or min(lasts, default=0) < 0:
-            return None
-        return tuple((first + 1, last) for first, last in pairwise(edges))
 
     def _even(self) -> Cuts | None:
         try:
@@ -283,11 +282,11 @@ class Stages:
         `measured`, with its reduction of gradients. With several chunks per rank, the memory of a run depends on the
         other chunks: only the busiest message counts.
         """
-        c, schedule, problem = self.candidate, self.method.schedule, self.problem
+        c, schedule = self.candidate, self.method.schedule
         sent_s = busiest_edge_s(self.least_sends_s, schedule, c.pp, c.microbatches)
         if self.method.virtual > 1:
             return LeastBound(sent_s, False)
-        path = CutObjective(c.microbatches, messages=False, fill=False)
+        problem, path = self.problem, CutObjective(c.microbatches, messages=False, fill=False)
         if not row_of(schedule).splits_backward:
             waits = tuple(passed_over(schedule, k, c.pp, c.microbatches) for k in range(c.pp))
             path = CutObjective(c.microbatches - 1, waits, messages=False)
@@ -318,7 +317,7 @@ class Stages:
     @cached_property
     def least_sends_s(self) -> tuple[float, ...]:
         """Least seconds of a message after each stage but the last, over all places where the stage may end."""
-        return tuple((self.problem.least_sends_s[:-1] / 2).tolist())
+        return self.chunks.messages.least_sends_s()
 
     @cached_property
     def relaxed_bound(self) -> LeastBound:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import sympy
 from torch import fx
@@ -30,6 +31,8 @@ from autoptd.search.sharding.op_table import OpFacts, Workbook
 
 Passes = tuple[float, float]  # seconds of forward, of backward
 Kernels = tuple[tuple[OpWork, ...], tuple[OpWork, ...]]  # forward, backward
+LocalBytes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of operands, outputs, and others that are saved
+NewWork = partial[OpWork]  # makes the kernels of one op
 
 
 class Prices:
@@ -57,7 +60,7 @@ class Prices:
         self.sizes = Sizes(self.values, BATCH)
         self._numbers: dict[Size, int] = like._numbers if like else {}
         self._nbytes: dict[TensorInfo, int] = like._nbytes if like else {}
-        self._kernels: dict[tuple[fx.Node, str], Kernels] = like._kernels if like else {}
+        self._kernels: dict[tuple[fx.Node, str | LocalBytes], Kernels] = like._kernels if like else {}
         self._op_s: dict[tuple[fx.Node, str], Passes] = like._op_s if like else {}
         self._conversion_s: dict[TensorInfo, Mapping[tuple[str, str], Passes]] = like._conversion_s if like else {}
 
@@ -86,14 +89,24 @@ class Prices:
         """Return the kernels of one op on one rank, (forward, backward)."""
         key = node, str(strategy)
         if key not in self._kernels:
-            op = self.workbook.ops[node]
-            place = self.workbook.facts.places.get(node)
-            found = tuple(self._forward(op, strategy)), tuple(self._backward(op, strategy))
-            if place and op.is_lookup and adds_up(self.workbook.permutation):
-                found = self._permuting(op, place, found)
-            own = {"origin": node.name, **({"place": place} if place else {})}
-            self._kernels[key] = tuple(tuple(replace(w, **own) for w in works) for works in found)  # type: ignore[arg-type, assignment]
+            self._kernels[key] = self._work_out(node, strategy)
         return self._kernels[key]
+
+    def _work_out(self, node: fx.Node, strategy: Strategy) -> Kernels:
+        op, places = self.workbook.ops[node], self.workbook.facts.places
+        if op.work.kind == "view":
+            return (), ()
+        local = self._local(op, strategy)
+        if op.work.kind == "memory" and (node, local) in self._kernels:  # equal for all splits into equal parts
+            return self._kernels[node, local]
+        work = partial(OpWork, place=places.get(node, ""), origin=node.name)
+        forward = tuple(self._forward(op, strategy, local, work))
+        found = forward, tuple(self._backward(op, strategy, local, forward, work))
+        if node in places and op.is_lookup and adds_up(self.workbook.permutation):
+            found = self._permuting(op, places[node], found)
+        if op.work.kind == "memory":
+            self._kernels[node, local] = found
+        return found
 
     def _permuting(self, op: OpFacts, place: str, found: Kernels) -> Kernels:
         """Return the kernels of a lookup of rows of experts, under the workbook's permutation."""
@@ -106,10 +119,8 @@ class Prices:
         """Return the elements of a tensor that an op adds up by index, if the graph decides how."""
         return 0.0 if self.workbook.permutation else nbytes / tensor.dtype.itemsize
 
-    def _forward(self, op: OpFacts, strategy: Strategy) -> Iterator[OpWork]:
-        if op.work.kind == "view":
-            return
-        operands, outputs, extra = self._local(op, strategy)
+    def _forward(self, op: OpFacts, strategy: Strategy, local: LocalBytes, work: NewWork) -> Iterator[OpWork]:
+        operands, outputs, extra = local
         moves = op.traffic
         nbytes = sum(outputs[i] for i in moves.writes)
         if op.is_lookup:  # reads only the rows of its table that it returns
@@ -122,16 +133,16 @@ class Prices:
             if nbytes:
                 kind = "rows" if moves.rows else "memory"
                 added = self._added(operands[-1], op.call.operands[-1]) if is_adding(op.call) else 0.0
-                yield OpWork(kind, 0, nbytes, op.dtype, launches=moves.launches, added=added)
+                yield work(kind, 0, nbytes, op.dtype, launches=moves.launches, added=added)
             return
         if op.work.kind == "attention":
-            yield from self._attention(op, strategy, nbytes)
+            yield from named(self._attention(op, strategy, nbytes), work)
             return
         flops = self.number(op.work.flops) / strategy.ranks
         if op.recipe:
-            yield converted(operands[0] / 2, op.recipe)
+            yield from named([converted(operands[0] / 2, op.recipe)], work)
             nbytes -= sum(operands[i] for i in moves.reads) // 2
-        yield self._product(op, strategy, flops, nbytes)
+        yield self._product(op, strategy, flops, nbytes, work)
 
     def fused_attention(self, node: fx.Node, strategy: Strategy) -> Kernels:
         """Return the kernels that an attention would have without its mask and dropout, each tensor moved once."""
@@ -168,7 +179,7 @@ class Prices:
             self.workbook.kernels == "fused",
         )
 
-    def _product(self, op: OpFacts, strategy: Strategy, flops: float, nbytes: int) -> OpWork:
+    def _product(self, op: OpFacts, strategy: Strategy, flops: float, nbytes: int, work: NewWork) -> OpWork:
         if op.call.target in GROUPED:  # assumes that every matrix gets the same number of rows
             rows, matrices = (
                 [self.number(n) for n in local_shape(t, p, self.ranks)]
@@ -180,9 +191,9 @@ class Prices:
             # by hand: a product for each expert (Transformer Engine, GroupedLinear); torch has one kernel for all
             launches = max(1, round(LAUNCHES * count)) if self.workbook.kernels == "fused" else 1
             m = -(-rows[0] // groups)
-            return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, count, groups="m", launches=launches)
+            return work("matmul", flops, nbytes, op.dtype, m, n, k, count, groups="m", launches=launches)
         if op.loops is None:
-            return OpWork("matmul", flops, nbytes, op.dtype)
+            return work("matmul", flops, nbytes, op.dtype)
         extents = {"m": 1, "n": 1, "k": 1, "batch": 1}
         split = op.split_factor(strategy)
         for name, role in op.roles.items():
@@ -193,18 +204,18 @@ class Prices:
             extents[op.keys], flops = extents[op.keys] * self.cp, flops * self.cp
         m, n, k, batch = (extents[role] for role in ("m", "n", "k", "batch"))
         odd = self.workbook.kernels != "compiled" and (n % 2 == 1 < n or k % 2 == 1 < k)  # inductor pads
-        return OpWork("matmul", flops, nbytes, op.dtype, m, n, k, batch, odd=odd)
+        return work("matmul", flops, nbytes, op.dtype, m, n, k, batch, odd=odd)
 
-    def _backward(self, op: OpFacts, strategy: Strategy) -> Iterator[OpWork]:
-        if op.work.kind == "view" or not op.trained:
+    def _backward(
+        self, op: OpFacts, strategy: Strategy, local: LocalBytes, forward: Sequence[OpWork], work: NewWork
+    ) -> Iterator[OpWork]:
+        if not op.trained:
             return
-        operands, outputs, extra = self._local(op, strategy)
-        moves = op.traffic
+        (operands, outputs, extra), moves = local, op.traffic
         if op.work.kind == "matmul":
-            *_, forward = self._forward(op, strategy)
-            yield from _gradient_products(op, forward)
+            yield from _gradient_products(op, forward[-1])
             if op.recipe:
-                yield converted(outputs[0] / 2, op.recipe, backward=True)
+                yield from named([converted(outputs[0] / 2, op.recipe, backward=True)], work)
         else:
             nbytes = sum(outputs[i] for i in (*moves.gradients_read, *moves.kept_outputs))
             nbytes += sum(extra[i] for i in moves.kept_extra)
@@ -213,21 +224,20 @@ class Prices:
             if op.is_lookup:  # adds its rows into the gradient of the table
                 nbytes += 2 * sum(outputs)
             if op.work.kind == "attention":
-                yield from self._attention(op, strategy, nbytes, backward=True)
+                yield from named(self._attention(op, strategy, nbytes, backward=True), work)
             elif nbytes:
                 kind, launches = "rows" if moves.rows else "memory", moves.backward_launches
                 adds = op.is_lookup and gradient_adds(op.call)
                 added = self._added(outputs[0], op.call.outputs[0]) if adds else 0.0
-                yield OpWork(kind, 0, nbytes, op.dtype, backward=True, launches=launches, added=added)
+                yield work(kind, 0, nbytes, op.dtype, backward=True, launches=launches, added=added)
         for i, times in moves.sums.items():
-            yield OpWork("memory", 0, 3 * operands[i] * times, op.dtype, backward=True, launches=times)
+            yield work("memory", 0, 3 * operands[i] * times, op.dtype, backward=True, launches=times)
 
-    def _local(self, op: OpFacts, strategy: Strategy) -> tuple[list[int], list[int], list[int]]:
-        """Return the local bytes of operands, of outputs, and of other tensors saved for backward."""
+    def _local(self, op: OpFacts, strategy: Strategy) -> LocalBytes:
         operands = [self.nbytes(t, p) for t, p in zip(op.call.operands, strategy.needs, strict=True)]
         outputs = [self.nbytes(t, p) for t, p in zip(op.call.outputs, strategy.gives, strict=True)]
         extra = [self.nbytes(t) // strategy.ranks for t in op.saved.extra]
-        return operands, outputs, extra
+        return tuple(operands), tuple(outputs), tuple(extra)
 
     # ---- seconds ----
 
@@ -292,6 +302,11 @@ def chunked_works(prices: Prices, head: Head, placed: Mapping[fx.Node, Strategy]
     moved = _CHUNK_MOVES * elements * width + casts - sum(w.nbytes for w in whole)
     launches = _CHUNK_KERNELS * len([*chunks(elements // columns, columns)])
     yield OpWork("memory", 0, max(0, moved), "fp32", launches=launches, part="head", origin=head.loss.name)
+
+
+def named(works: Iterable[OpWork], work: NewWork) -> Iterator[OpWork]:
+    """Yield kernels with the origin and the place of those of an op."""
+    return (replace(each, **work.keywords) for each in works)
 
 
 def _gradient_products(op: OpFacts, forward: OpWork) -> Iterator[OpWork]:
