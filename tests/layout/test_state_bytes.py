@@ -64,7 +64,7 @@ def allocated(trainer: Trainer) -> tuple[int, int, int]:
     sharded = trainer.layout.zero == 3  # the main copy is the parameters themselves
     return (
         storages(parameters + main if sharded else parameters),
-        storages([b.grad for b in buffers]),
+        storages([gradient for b in buffers for gradient in (b.grad, *b.grads.values())]),
         storages(state if sharded else state + main),
     )
 
@@ -203,8 +203,7 @@ def test_what_is_whole_at_a_time(zero: int, ahead: bool, gradients: str, bucket:
         buckets, reduction = trainer._buffers, trainer._buffers._reduction
 
         def look(*_: Any) -> None:
-            rooms = [live.total for live in reduction._states] + [own for _, _, own in reduction._under_way]
-            found.append(storages(rooms))
+            found.append(storages([live.total for live in reduction._states]))
             wholes = [live.buffer.whole(live.bucket) for live in buckets._states]
             gathered.append(sum(x.untyped_storage().nbytes() for x in wholes))
 

@@ -93,7 +93,7 @@ def test_readers_of_memory_are_counted() -> None:
 
 
 def test_autograd_gives_one_tensor_to_two_parameters() -> None:
-    """What `has_one_owner` is for, seen in torch 2.13.0: once it is mended, the check can go."""
+    """Seen in torch 2.13.0, and why `has_one_owner` is asked: once it is mended, the check can go."""
     a, b = (torch.nn.Parameter(torch.ones(shape)) for shape in ((6,), (2, 3)))
     ((a.view(3, 2) + b.view(3, 2)) * torch.rand(3, 2)).sum().backward()
     assert a.grad is not None and b.grad is not None
