@@ -34,8 +34,8 @@ from autoptd.search.constraints.without_effect import idle_notes
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged, rank_times, sums_of
 from autoptd.search.pipeline.stage_parameters import loss_of
-from autoptd.search.planner import EFFORT, Answer, Planner, Task
-from autoptd.search.runners_up import RunnerUp
+from autoptd.search.planner import EFFORT, Planner, Task
+from autoptd.search.runners_up import Answer, RunnerUp
 
 
 def samples_of(batch: int | None, world: int) -> int:

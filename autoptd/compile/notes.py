@@ -21,7 +21,7 @@ from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.pipeline.evaluate import Staged
-from autoptd.search.planner import Answer
+from autoptd.search.runners_up import Answer
 from autoptd.search.sharding.dispatch_cost import experts_of
 from autoptd.text import fold_names
 

@@ -152,31 +152,32 @@ class Shortfall:
         return DoesNotFit(what, where=str(self), fix=", or ".join(remedies))
 
 
+_FITS, _FOUND = "no plan fits", "no plan that fits was found"
 _EVERY_CUT = "`exact=True` (--exact), which tries every cut of the model, and takes longer"
 
 
 def nothing_fits(
-    memory: MemoryFilter, world: int, tried: int, closest: Shortfall, fixed: Collection[str], *, is_proved: bool
+    memory: MemoryFilter, world: int, tried: int, closest: Shortfall, fixed: Collection[str], *, all_tried: bool
 ) -> DoesNotFit:
-    """Return the refusal of a whole search. `fixed`: names of choices made by hand that may cost memory; `is_proved`:
-    every candidate was tried."""
+    """Return the refusal of a whole search. `fixed`: names of choices made by hand that may cost memory; `all_tried`:
+    whether every candidate was."""
     device = memory.cluster.device
     if closest.is_of_host:
-        return _host_refusal(memory, world, tried, closest, fixed)
+        return _host_refusal(memory, world, tried, closest, fixed, all_tried=all_tried)
     usable = max(0.0, device.usable_bytes - memory.headroom * device.memory_bytes)
     free = f" if {100 * memory.headroom:.4g} % stays free" if memory.headroom else ""
     if memory.headroom == HEADROOM and "headroom" not in fixed:
         free = f", so that it fits with {CONFIDENCE:.0%} confidence"
     return DoesNotFit(
-        f"no plan {'fits' if is_proved else 'that fits was found'}: {tried} meshes considered on {world} × "
-        f"{device.name}, which have {usable / _GIB:.1f} GiB each for training{free}",
+        f"{_FITS if all_tried else _FOUND}: {tried} meshes considered on {world} × {device.name}, "
+        f"which have {usable / _GIB:.1f} GiB each for training{free}",
         where=f"closest: {closest.candidate}\n{closest}",
-        fix="; or ".join([*_remedies(memory, world, closest, fixed), *([] if is_proved else [_EVERY_CUT])]),
+        fix="; or ".join([*_remedies(memory, world, closest, fixed), *([] if all_tried else [_EVERY_CUT])]),
     )
 
 
 def _host_refusal(
-    memory: MemoryFilter, world: int, tried: int, closest: Shortfall, fixed: Collection[str]
+    memory: MemoryFilter, world: int, tried: int, closest: Shortfall, fixed: Collection[str], *, all_tried: bool
 ) -> DoesNotFit:
     """Return the refusal of a search whose closest candidate fits on the devices, but not into the hosts' memory."""
     cluster = memory.cluster
@@ -187,10 +188,11 @@ def _host_refusal(
     if held := [name for name, takes in moved.items() if takes and name in fixed]:
         remedies.insert(0, f"fixing less than {', '.join(held)}")
     return DoesNotFit(
-        f"no plan fits: {tried} meshes considered on {world} × {cluster.device.name}; the closest fits on the devices, "
-        f"but needs more host memory than the {least * (1 - memory.headroom) / _GIB:,.1f} GiB that each rank may take",
+        f"{_FITS if all_tried else _FOUND}: {tried} meshes considered on {world} × {cluster.device.name}; the closest "
+        "fits on the devices, but needs more host memory than the "
+        f"{least * (1 - memory.headroom) / _GIB:,.1f} GiB that each rank may take",
         where=f"closest: {closest.candidate}\n{closest}",
-        fix="; or ".join(remedies),
+        fix="; or ".join([*remedies, *([] if all_tried else [_EVERY_CUT])]),
     )
 
 

@@ -74,9 +74,8 @@ def _most_s(
     found, at = -memory_of @ (count * budgets / unit) - pieces_of @ pieces, 0
     for same in by_pool[0]:
         after = at + 1 + len(same.segments)
-        found += same.count * np.minimum(
-            whole[:, at], single[:, at + 1 : after].sum(axis=1) if same.segments else math.inf
-        )
+        in_pieces = single[:, at + 1 : after].sum(axis=1) if same.segments else math.inf
+        found += same.count * np.minimum(whole[:, at], in_pieces)
         at = after
     proofs = ~seconds_of.any(axis=1)
     is_proved = (found > _PROOF * (memory_of @ count))[proofs].any()  # that nothing fits

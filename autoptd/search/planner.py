@@ -35,8 +35,7 @@ from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
 from autoptd.search.pipeline.exact import Effort, refine
 from autoptd.search.pipeline.lower_bounds import CandidateBounds
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
-from autoptd.search.runners_up import Answer as Answer
-from autoptd.search.runners_up import RunnerUp, runners_up
+from autoptd.search.runners_up import Answer, RunnerUp, runners_up
 from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.sharding.solve import CLOSE, Splitter
 from autoptd.search.sharding.tensors import Sharded
@@ -147,8 +146,9 @@ class Planner:
             self._families.setdefault(c.family, []).append(c)
             self._alike.setdefault(self._splitter.alike(c), {}).setdefault(c.micro, []).append(entry)
         while (e := queue.pop()) is not None:
-            late, hopeless = time.monotonic() - started > self.task.time_limit_s, queue.refused >= _REFUSALS
-            if late if self._best else hopeless and self.task.effort is not None:
+            late = self._best is not None and time.monotonic() - started > self.task.time_limit_s
+            hopeless = self._best is None and self.task.effort is not None and queue.refused >= _REFUSALS
+            if late or hopeless:
                 break
             ended = e.step >= _CUT and self.task.effort is not None and queue.has_ended(e)
             if e.bound_s >= self._best_s or ended:
@@ -321,9 +321,9 @@ class Planner:
     def _simulate(self, e: QueueEntry) -> float:
         """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
         try:
-            assert e.stages is not None  # unless memory is known to limit it, the recomputation of any cut tells
-            limit_s = self._best_s - self._bounds.with_end_s(e.candidate, 0.0) if e.is_full else NEVER
-            solutions = e.stages.solutions(limit_s)
+            assert e.stages is not None
+            # unless memory is known to limit it, recomputation of any of its cuts tells whether variants follow
+            solutions = e.stages.solutions(self._passes_to_beat_s(e.candidate) if e.is_full else NEVER)
         except StagesDoNotFit as refusal:
             e.is_full = True
             if refusal.every_cut:
@@ -395,4 +395,4 @@ class Planner:
         missing = (self._stages(e.candidate).shortfall() for e in order[:_EXPLAINED])
         closest = min(missing, key=lambda s: s.worst_bytes)
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
-        return nothing_fits(self._memory, self.task.world, considered, closest, fixed, is_proved=not self._queue.pop())
+        return nothing_fits(self._memory, self.task.world, considered, closest, fixed, all_tried=not self._queue.pop())

@@ -22,7 +22,8 @@ from autoptd.models.nanogpt import NanoGPT
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.progress import Silent
 from autoptd.search.constraints.options import read_constraints
-from autoptd.search.planner import Answer, Planner, Task
+from autoptd.search.planner import Planner, Task
+from autoptd.search.runners_up import Answer
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from tests.search.random_tasks import random_cluster, traced
 

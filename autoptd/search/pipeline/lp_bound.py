@@ -10,11 +10,14 @@ different numbers of microbatches in flight.
     (1)  C >= sum (y, z)[k] (microbatches (forward + backward + recompute) + reduction), over the stages k of a rank
     (2)  C >= the average of chains of `search/critical_paths.py`, linear in the same seconds and in those of messages,
          plus the reductions of the first rank, whose backward pass of the first stage ends all chains
-    (6)  C >= m T of the last stage + (m + 1 - p) T of the other stages of its rank + T of all other stages + messages:
-         bound (7) of `search/pipeline/lower_bounds.py` for the last chunk, if backward passes are not split
     (3)  sum z[k] <= 2 (segments of the longest block - 1)
     (4)  sum (y, z)[k] (state + alive[k] kept) <= budget of the rank, at each candidate memory peak
     (5)  sum_{k,w} y[k, g, w] + sum_{k,w} z[k, g, i, w] = number of g, for each segment i
+    (6)  C >= m T of the last stage + (m + 1 - p) T of the other stages of its rank + T of all other stages + messages:
+         bound (7) of `search/pipeline/lower_bounds.py` for the last chunk, if backward passes are not split
+
+The first segment of the model is only on the first stage and the last one, often the head, only on the last, unless
+other segments are equal to them.
 
 Neighbouring stages of deep pipelines are grouped: the slowest stage of a group is no faster than their average.
 Coefficients are seconds and bytes of a candidate, so each candidate has its own program, of a few milliseconds.

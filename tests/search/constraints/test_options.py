@@ -29,7 +29,8 @@ from autoptd.search.constraints.named import Modules, read_named
 from autoptd.search.constraints.options import DIMENSIONS, read_constraints, schedules_and_chunks
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.partition import even_cuts
-from autoptd.search.planner import Answer, Planner, Task
+from autoptd.search.planner import Planner, Task
+from autoptd.search.runners_up import Answer
 from tests.search.every_plan import Cuts, least_seconds
 
 SEQ, WORLD, BATCH = 64, 4, 8
