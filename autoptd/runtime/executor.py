@@ -25,7 +25,7 @@ from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal
 from autoptd.runtime.comm.handshake import exchange
 from autoptd.runtime.comm.interfaces import Communicators
-from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors, wait
+from autoptd.runtime.messages import At, Edge, Inbox, MessagePart, Tensors
 from autoptd.runtime.profiler_ranges import in_ranges
 from autoptd.runtime.split_backward import Root, WeightBackward, backward_inputs
 from autoptd.schedule import (
@@ -213,7 +213,7 @@ class _StepState:
         self.received: dict[At, Tensors] = {}
         self.outputs: dict[At, Tensors] = {}
         self.gradients: dict[At, Tensors] = {}
-        self.sending: dict[Edge, deque[list[Handle]]] = {}  # handles by message
+        self.sending: dict[Edge, deque[Handle]] = {}  # by message
         self.loss, self.scale = loss, scale
         self.slices = executor._slices
         messages: dict[Edge, deque[tuple[At, list[MessagePart]]]] = {}
@@ -267,15 +267,15 @@ class _StepState:
         edge = self.chunks[action.chunk].edges[action.kind]
         under_way = self.sending.setdefault(edge, deque())
         if len(under_way) == SENDS_UNDER_WAY:
-            wait(under_way.popleft())
+            under_way.popleft().wait()
         parts, rank = self._parts(action.kind, *_at(action)), self.comm.tp.rank
         cut = [part.cut(x, rank) for part, x in zip(parts, tensors, strict=True)]
-        under_way.append([self.comm.edges[edge].send(x) for x in cut])
+        under_way.append(self.comm.edges[edge].send(*cut))
 
     def finish_sends(self) -> None:
         for under_way in self.sending.values():
             while under_way:
-                wait(under_way.popleft())
+                under_way.popleft().wait()
 
     # ---- actions ----
 

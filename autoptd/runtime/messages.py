@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,24 +59,18 @@ class Inbox:
     tp: Group
     device: torch.device
     most: int  # receives that are posted at once
-    posted: deque[tuple[At, list[tuple[MessagePart, Tensor, Handle]]]] = field(default_factory=deque)
+    posted: deque[tuple[At, list[tuple[MessagePart, Tensor]], Handle]] = field(default_factory=deque)
 
     def _post(self) -> None:
         at, parts = self.expected.popleft()
         outs = [(part, part.empty(self.device)) for part in parts]
-        self.posted.append((at, [(part, out, self.channel.receive(out)) for part, out in outs]))
+        self.posted.append((at, outs, self.channel.receive(*(out for _, out in outs))))
 
     def take(self, at: At) -> Tensors:
         """Return the tensors of a microbatch for a chunk; post the next receives ahead."""
         while len(self.posted) < self.most and self.expected:
             self._post()
-        found, parts = self.posted.popleft()
+        found, outs, handle = self.posted.popleft()
         assert found == at, (found, at)
-        for _, _, handle in parts:
-            handle.wait()
-        return tuple(part.whole(out, self.tp) for part, out, _ in parts)
-
-
-def wait(handles: Sequence[Handle]) -> None:
-    for handle in handles:
         handle.wait()
+        return tuple(part.whole(out, self.tp) for part, out in outs)

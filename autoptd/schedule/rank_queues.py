@@ -1,9 +1,9 @@
 """Queues of each rank's GPU in a step, derived from its action list: the input of `prove_communicators`.
 
-It follows the executor: a receive is posted one message ahead of the action that waits for it, a send waits for the
-oldest one of its channel once `SENDS_UNDER_WAY` are on their way, and hooks of passes reduce and gather. Collectives of
-ranks that queue the same stand for one each here, since they block no rank: several of a pass are one op, and a sum of
-two chunks' gradients in one bucket, which starts in the later pass, is one of each chunk.
+It follows the executor: a message is one kernel, a receive is posted one message ahead of the action that waits for it,
+a send waits for the oldest one of its channel once `SENDS_UNDER_WAY` are on their way, and hooks of passes reduce and
+gather. Collectives of ranks that queue the same stand for one each here, since they block no rank: several of a pass
+are one op, and a sum of two chunks' gradients in one bucket, which starts in the later pass, is one of each chunk.
 
 Before the first pass of each kind on each chunk the host waits for the device, as it may when a kernel is loaded that
 has not run before (CUDA_MODULE_LOADING=LAZY; NVIDIA's guides to CUDA and NCCL warn of it). Such a wait before any pass

@@ -38,7 +38,7 @@ _OPS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (LockstepGroup, _COLLECTIVES),
     (LockstepChannel, ("send", "receive")),
     (_ThreadHandle, ("wait",)),
-    (dist, ("all_reduce", "all_to_all_single", "isend", "irecv", "batch_isend_irecv", "broadcast")),
+    (dist, ("all_reduce", "all_to_all_single", "batch_isend_irecv", "broadcast")),
     (process_group, ("_all_gather", "_reduce_scatter")),
     (dist.Work, ("wait",)),
 )

@@ -26,12 +26,15 @@ from autoptd.runtime.faults.rank_status import RankStatus, Unwatched
 class Channel(Protocol):
     """One direction of the edge between two neighbouring stages."""
 
-    def send(self, x: Tensor) -> Handle:
-        """Start sending; the handle keeps x alive. x must not be written to before `wait` returns."""
+    def send(self, *xs: Tensor) -> Handle:
+        """Start sending the tensors of a message, on a GPU in one kernel; the handle keeps them alive.
+
+        They must not be written to before `wait` returns.
+        """
         ...
 
-    def receive(self, out: Tensor) -> Handle:
-        """Start receiving into a contiguous tensor of the same shape and dtype as the sent one."""
+    def receive(self, *outs: Tensor) -> Handle:
+        """Start receiving a message into contiguous tensors of the same shapes and dtypes as the sent ones."""
         ...
 
 

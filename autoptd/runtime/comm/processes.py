@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -33,15 +33,16 @@ class ProcessChannel:
     peer: int  # global rank
     status: RankStatus = field(default_factory=RankStatus)
 
-    def send(self, x: Tensor) -> Handle:
-        pending = PendingComm(self.status, "send to", (self.peer,))
-        with pending:
-            return Works([dist.isend(as_bytes(x), self.peer, group=self.group)], (x,), pending)
+    def send(self, *xs: Tensor) -> Handle:
+        return self._start(dist.isend, xs, PendingComm(self.status, "send to", (self.peer,)))
 
-    def receive(self, out: Tensor) -> Handle:
-        pending = PendingComm(self.status, "receive from", (self.peer,))
+    def receive(self, *outs: Tensor) -> Handle:
+        return self._start(dist.irecv, outs, PendingComm(self.status, "receive from", (self.peer,)))
+
+    def _start(self, op: Callable[..., dist.Work | None], tensors: tuple[Tensor, ...], pending: PendingComm) -> Handle:
+        ops = [dist.P2POp(op, as_bytes(x), self.peer, self.group) for x in tensors]
         with pending:
-            return Works([dist.irecv(as_bytes(out), self.peer, group=self.group)], (out,), pending)
+            return Works(dist.batch_isend_irecv(ops) if ops else (), tensors, pending)
 
 
 class ProcessBackend:

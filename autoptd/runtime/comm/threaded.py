@@ -166,8 +166,8 @@ class _ThreadHandle:
         self.world.wait(self.rank, self.rendezvous, self.doing)
 
 
-def _describe(op: str, x: Tensor) -> str:
-    return f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)})"
+def _describe(op: str, *xs: Tensor) -> str:
+    return f"{op}({', '.join(str(x.dtype).removeprefix('torch.') + str(list(x.shape)) for x in xs)})"
 
 
 @dataclass
@@ -243,22 +243,23 @@ class LockstepChannel:
     rank: int  # global
     count: int = 0
 
-    def send(self, x: Tensor) -> Handle:
+    def send(self, *xs: Tensor) -> Handle:
         assert self.rank == self.ranks[0]
-        return self._start("send", (x.detach(), x._version))
+        return self._start("send", [(x.detach(), x._version) for x in xs])
 
-    def receive(self, out: Tensor) -> Handle:
-        assert self.rank == self.ranks[1] and out.is_contiguous()
-        return self._start("receive", (out, 0))
+    def receive(self, *outs: Tensor) -> Handle:
+        assert self.rank == self.ranks[1] and all(out.is_contiguous() for out in outs)
+        return self._start("receive", [(out, 0) for out in outs])
 
-    def _start(self, verb: str, own: tuple[Tensor, int]) -> _ThreadHandle:
-        def deliver(both: Sequence[tuple[Tensor, int]]) -> None:
-            (x, version), (out, _) = both
-            if x._version != version:
-                raise RuntimeFault(f"rank {self.ranks[0]} wrote to a tensor that it was still sending", where=self.name)
-            out.copy_(x)
+    def _start(self, verb: str, own: list[tuple[Tensor, int]]) -> _ThreadHandle:
+        def deliver(both: Sequence[list[tuple[Tensor, int]]]) -> None:
+            for (x, version), (out, _) in zip(*both, strict=True):
+                if x._version != version:
+                    where = self.name
+                    raise RuntimeFault(f"rank {self.ranks[0]} wrote to a tensor that it was still sending", where=where)
+                out.copy_(x)
 
-        doing = _describe("message", own[0])
+        doing = _describe("message", *(x for x, _ in own))
         joined = self.world.meet(self.rank, self.ranks, (self.name, self.count), doing, own, deliver)
         self.count += 1
         return _ThreadHandle(self.world, self.rank, joined, f"{verb} {doing} number {self.count - 1} of {self.name}")

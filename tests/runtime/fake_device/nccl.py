@@ -182,25 +182,27 @@ class Nccl:
 
         self._run(group, "broadcast", [x], [(x, made)], start, False)
 
-    def isend(self, x: Tensor, peer: int, *, group: _Communicator) -> Any:
-        value = _copied(x)
-        channel = self._channel(group, self._me.rank, peer)
-        return self._run(group, "message", [x], [], lambda: channel.send(value), True)
+    isend, irecv = "isend", "irecv"
 
-    def irecv(self, out: Tensor, peer: int, *, group: _Communicator) -> Any:
-        made = _copied(out)
-        channel = self._channel(group, peer, self._me.rank)
-        return self._run(group, "message", [], [(out, made)], lambda: channel.receive(made), True)
-
-    def P2POp(self, op: Any, x: Tensor, *, group: _Communicator, group_peer: int) -> Any:
-        return SimpleNamespace(sends=op == self.isend, x=x, group=group, peer=group_peer)
+    def P2POp(
+        self, op: str, x: Tensor, peer: int | None = None, group: Any = None, *, group_peer: int | None = None
+    ) -> Any:
+        return SimpleNamespace(op=op, x=x, group=group, peer=peer)
 
     def batch_isend_irecv(self, ops: Sequence[Any]) -> list[Any]:
-        sent, received = ops
-        assert sent.sends and not received.sends
-        group, made, value = sent.group, _copied(received.x), _copied(sent.x)
-        start: Callable[[], Handle] = lambda: group.group.shift_later(made, value)  # noqa: E731
-        return [self._run(group, "shift", [sent.x], [(received.x, made)], start, True)]
+        """Queue one kernel: a message of several tensors to or from a peer, or a shift around a ring."""
+        group, peer, kinds = ops[0].group, ops[0].peer, [each.op for each in ops]
+        read = [each.x for each in ops if each.op == self.isend]
+        given = [(each.x, _copied(each.x)) for each in ops if each.op == self.irecv]
+        values, made = [_copied(x) for x in read], [out for _, out in given]
+        if kinds == [self.isend, self.irecv]:
+            return [self._run(group, "shift", read, given, lambda: group.group.shift_later(made[0], values[0]), True)]
+        assert len(set(kinds)) == 1 and len({each.peer for each in ops}) == 1
+        if read:
+            sends = self._channel(group, self._me.rank, peer)
+            return [self._run(group, "message", read, [], lambda: sends.send(*values), True)]
+        receives = self._channel(group, peer, self._me.rank)
+        return [self._run(group, "message", [], given, lambda: receives.receive(*made), True)]
 
     # ---- queueing ----
 

@@ -32,8 +32,8 @@ def test_activations_read_before_they_arrive(monkeypatch: Patch) -> None:
     def take(self: messages.Inbox, at: Any) -> Any:
         while len(self.posted) < 2 and self.expected:
             self._post()
-        _, parts = self.posted.popleft()
-        return tuple(part.whole(out, self.tp) for part, out, _ in parts)
+        _, parts, _ = self.posted.popleft()
+        return tuple(part.whole(out, self.tp) for part, out in parts)
 
     monkeypatch.setattr(messages.Inbox, "take", take)
     assert re.search("reads what message of edge 0 (forward|backward)", fault_of(DENSE, StreamRace))
@@ -143,9 +143,9 @@ def test_parameters_that_are_freed_while_they_are_gathered(monkeypatch: Patch) -
 def test_a_sent_tensor_that_is_overwritten(monkeypatch: Patch) -> None:
     whole = processes.ProcessChannel.send
 
-    def send(self: processes.ProcessChannel, x: Tensor) -> Any:
-        handle = whole(self, x)
-        x.add_(1)
+    def send(self: processes.ProcessChannel, *xs: Tensor) -> Any:
+        handle = whole(self, *xs)
+        xs[0].add_(1)
         return handle
 
     monkeypatch.setattr(processes.ProcessChannel, "send", send)
@@ -156,9 +156,8 @@ def test_a_sent_tensor_that_is_overwritten(monkeypatch: Patch) -> None:
 def test_a_sent_tensor_that_is_not_kept(monkeypatch: Patch) -> None:
     whole = processes.ProcessChannel.send
 
-    def send(self: processes.ProcessChannel, x: Tensor) -> Any:
-        sent = x.clone()
-        handle = whole(self, sent)
+    def send(self: processes.ProcessChannel, *xs: Tensor) -> Any:
+        handle = whole(self, *(x.clone() for x in xs))
         handle.tensors = ()
         return handle
 

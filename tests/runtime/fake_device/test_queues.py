@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.step_actions import communicates, step_actions
-from autoptd.runtime.comm import handshake
+from autoptd.runtime.comm import handshake, processes
 from autoptd.schedule import Queued, StuckCommunicators, rank_queues
 from tests.runtime.fake_device.plans import Ask, given, made
 from tests.runtime.fake_device.run import steps
@@ -23,8 +24,9 @@ WAYS = (
     Ask("nanogpt", Mesh(2, 1, 2), "fp32", fix={"zero": 2, "schedule": "zero-bubble"}),
     Ask("nanogpt", Mesh(1, 2, 2), "fp32", fix={"schedule": "interleaved", "virtual": 2}),
     Ask("nanogpt", Mesh(1, 1, 2), "fp32", fix={"schedule": "zero-bubble-v", "virtual": 2}),
+    Ask("skip_mlp", Mesh(2, 1, 2), "fp32", fix={"overlap": ["dp", "p2p"]}),
 )
-DENSE = WAYS[0]
+DENSE, SEVERAL = WAYS[0], WAYS[-1]  # SEVERAL: a message has several tensors
 
 
 def _of_edges_and_dp(queued: Iterable[Queued]) -> Iterator[str]:
@@ -69,3 +71,17 @@ def test_two_messages_of_a_handshake_at_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("autoptd.runtime.executor.exchange", exchange)
     with pytest.raises(StuckCommunicators, match=r"rank 0 edge 0 forward .* -> rank 2 edge 0 backward .* -> rank 0"):
         steps(made(DENSE), given(DENSE, 1))
+
+
+@pytest.mark.fault("communicators in a circle")
+def test_a_message_in_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a receive that is posted ahead, the second tensor keeps this rank's own sends from starting."""
+    whole = processes.ProcessChannel._start
+
+    def _start(self: Any, op: Any, tensors: Sequence[Tensor], pending: Any) -> processes.Works:
+        works = [work for x in tensors for work in whole(self, op, (x,), pending).works]
+        return processes.Works(works, tuple(tensors), pending)
+
+    monkeypatch.setattr(processes.ProcessChannel, "_start", _start)
+    with pytest.raises(StuckCommunicators, match=r"rank 0 edge 0 backward .* -> rank 2 edge 0 forward .* -> rank 0"):
+        steps(made(SEVERAL), given(SEVERAL, 1))
