@@ -35,12 +35,12 @@ def conflict_text(found: Conflict, width: int = WIDTH) -> str:
 def _blame(found: Conflict) -> str:
     pins = [f"{name}={text}" for name, text in found.pins.items()]
     if not pins:
-        return "no constraint is to blame: nothing fits without constraints either"
+        return "no constraint is to blame: no plan that fits was found without constraints either"
     if len(pins) == 1 and found.minimal:
-        return f"{pins[0]} does not fit; without it a plan fits"
+        return f"no plan that fits was found with {pins[0]}; without it one fits"
     if not found.minimal:
-        return f"some of these do not fit together: {', '.join(pins)}"
-    return f"{', '.join(pins)} do not fit together; without any one of them a plan fits"
+        return f"no plan that fits was found with all of these: {', '.join(pins)}"
+    return f"no plan that fits was found with {', '.join(pins)} together; without any one of them one fits"
 
 
 def _missing(found: Conflict) -> list[str]:

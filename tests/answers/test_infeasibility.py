@@ -70,7 +70,7 @@ def test_text(found: Conflict):
     for width in (80, 120):
         text = conflict_text(found, width)
         assert max(map(len, text.splitlines())) <= width
-        assert text.split("\n")[0].startswith("micro=32, recompute=none do not fit together")
+        assert text.split("\n")[0].startswith("no plan that fits was found with micro=32, recompute=none together")
         assert "--cluster local" not in text, "CPUs have memory, and no more"
         assert "stage 0 lacks" in text and "leave micro free" in text
 
@@ -112,7 +112,7 @@ def test_the_time_limit_holds(scripted: Scripted):
     assert len(Scripted.asked) <= 3
     assert not found.minimal and found.untried
     text = conflict_text(found)
-    assert "some of these do not fit together: tp=1, zero=1, pp=1, kernels=fused" in text and "--why tries them" in text
+    assert "no plan that fits was found with all of these: tp=1, zero=1, pp=1, kernels=fused" in text and "--why tries them" in text
 
 
 def test_what_cannot_be_is_no_way_out(scripted: Scripted):
