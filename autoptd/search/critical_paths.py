@@ -10,9 +10,11 @@ message x after it:
 Every chain passes some stages more often than others, so that a cut escapes it by making those small. `average_path`
 returns the average that the fewest cuts escape: the dual solution of
 
-    minimise C   subject to   (1) for every chain,  f_s, b_s, w_s = fixed shares of y_s,  sum_s y_s = 1,  y >= 0
+    minimise C   subject to   (1) for every chain,  f_s, b_s, w_s = fixed shares of y_s,  sum_s y_s = 1,  y >= 0,
+                              y of the last stage >= the share of the model's last segment
 
-whose value is the least time of any division of a model that takes one second. Chains are found by cutting planes
+whose value is the least time of any division of a model that takes one second. A head that takes longer than an even
+share decides it: while the last rank runs it, the others wait, chunk by chunk. Chains are found by cutting planes
 (Kelley 1960): the longest one under the best y so far is added, until it is hardly longer than C. Of even cuts
 Narayanan et al. (2021) give the time, (m + p - 1) / p for 1F1B; uneven ones may be faster, which this takes account of.
 
@@ -40,6 +42,7 @@ _ROUNDS = 3  # microbatches per rank of the step whose paths are found, if it re
 _LARGEST = 40_000  # actions of a step that does not
 _TOLERANCE = 4e-3  # relative distance of the longest path from the optimum
 _EFFORT = 30_000  # actions that are visited by all searches for the longest path
+_MORE = 4  # times as many for a closer average
 _STEPS = 20  # that shares are rounded to
 _KINDS = "FBW"
 
@@ -218,21 +221,37 @@ def _insertion(short: Schedule, longer: Schedule, period: int) -> list[int]:
 
 
 class PassShares(NamedTuple):
-    """Rounded shares of a model's seconds, of forward passes and of W, and of a message in the seconds of a stage."""
+    """Rounded shares of a model's seconds: of forward passes, of W, of a message in the seconds of a stage, and of what
+    only the last stage may hold, 0 if that is no more than an even share."""
 
     forward: float
     weight: float = 0.0
     send: float = 0.0
+    last: float = 0.0
 
     @classmethod
-    def of(cls, forward_s: float, backward_s: float, weight_s: float, send_s: float = 0.0) -> PassShares:
-        """Return the shares of passes over all stages and of a message of `send_s` seconds times their number."""
+    def of(
+        cls,
+        forward_s: float,
+        backward_s: float,
+        weight_s: float,
+        send_s: float = 0.0,
+        last_s: float = 0.0,
+        stages: int = 1,
+    ) -> PassShares:
+        """Return the shares of passes over all stages, of a message of `send_s` seconds times their number, and of
+        `last_s` seconds on the last one of `stages`."""
         whole_s = forward_s + backward_s
         if whole_s <= 0:
             return cls(0.5)
         forward, weight = (round(_STEPS * n / whole_s) / _STEPS for n in (forward_s, weight_s))
-        relative = send_s / whole_s
-        return cls(forward, weight, 2.0 ** round(math.log2(relative)) if relative > 1 / _STEPS else 0.0)
+        relative, last = send_s / whole_s, last_s / whole_s
+        return cls(
+            forward,
+            weight,
+            2.0 ** round(math.log2(relative)) if relative > 1 / _STEPS else 0.0,
+            2.0 ** (math.ceil(2 * math.log2(last)) / 2) if last * stages > 1 else 0.0,
+        )
 
 
 @lru_cache(maxsize=64)
@@ -283,39 +302,43 @@ def longest_path_s(
 
 
 @lru_cache(maxsize=4096)
-def average_path(kind: str, ranks: int, microbatches: int, virtual: int, shares: PassShares) -> PathWeights:
+def average_path(
+    kind: str, ranks: int, microbatches: int, virtual: int, shares: PassShares, close: bool = False
+) -> PathWeights:
     """Return the average of chains that the fewest cuts escape, in whose stages passes have these shares.
 
-    It is a bound for all others too, though not as good."""
+    It is a bound for all others too, though not as good. `close`: closer to the best, in more time."""
     stages = ranks * virtual
     even = PathWeights(np.full((3, stages), microbatches / ranks), np.zeros(stages))  # of every rank's own actions
     if (found := _graph(kind, ranks, microbatches, virtual)) is None:
         return even
     graph, more = found
     try:
-        planes = CuttingPlanes(stages)
+        least = np.zeros(stages)
+        least[-1] = min(1.0, shares.last)
+        planes = CuttingPlanes(least)
     except ImportError:
         return even
     weight = shares.weight if graph.splits_backward else 0.0
     split = np.array([shares.forward, 1 - shares.forward - weight, weight])
     sends_s = [shares.send / stages] * stages
-    best, least, shortest = np.full(stages, 1 / stages), 0.0, math.inf
+    best, bound, shortest = least + (1 - least[-1]) / stages, 0.0, math.inf
     lowest = best
     paths = [_busy(graph, rank, microbatches) for rank in range(ranks)]
     weights = [1.0] * ranks
     for path in paths:
         planes.add(split @ path.passes)
-    for turn in range(max(2, _EFFORT // len(graph.passes))):
+    for _ in range(max(2, _EFFORT * (_MORE if close else 1) // len(graph.passes))):
         sizes = (best + lowest) / 2  # between the best division so far and that of the planes: fewer turns
-        chains = graph.chains((split[:, None] * sizes).ravel().tolist(), sends_s, more, every=not turn)
+        chains = graph.chains((split[:, None] * sizes).ravel().tolist(), sends_s, more, every=True)
         if (longest := max(seconds for seconds, _ in chains)) < shortest:
             best, shortest = sizes, longest
-        if least >= shortest * (1 - _TOLERANCE):
+        if bound >= shortest * (1 - _TOLERANCE):
             break
         for _, path in chains:
             paths.append(path)
             planes.add(split @ path.passes + path.sends_s(sends_s))
-        least, lowest, weights = planes.solve()
+        bound, lowest, weights = planes.solve()
     if not sum(weights) > 0:  # the solver failed
         return even
     share = np.array(weights) / sum(weights)

@@ -22,9 +22,10 @@ class LeftBehind:
 
     def __init__(self, best_s: float, bounds: CandidateBounds, stages: Callable[[Candidate], Stages]) -> None:
         self._best_s, self._bounds, self._stages = best_s, bounds, stages
+        self._close_s: dict[Candidate, float] = {}
 
     def raise_bounds(self, entries: Iterable[QueueEntry]) -> None:
-        """Raise the bounds of entries whose tensors are split, by `Stages.excludes`, until one cannot be raised: it
+        """Raise the bounds of entries whose tensors are split, by closer bounds of all cuts, until one cannot be: it
         decides the gap."""
         left = [e for e in entries if not e.closed and e.split_s < NEVER and e.bound_s < self._best_s * _SHARES[-1]]
         for bound_s in (share * self._best_s for share in _SHARES):
@@ -52,8 +53,14 @@ class LeftBehind:
             return False
         stages = self._stages(lightest._replace(offload=max(e.candidate.offload for e in alike)))
         end_s = min(self._bounds.with_end_s(e.candidate, 0.0) for e in alike)
-        if stages.fixed or not stages.excludes(bound_s - end_s):
+        if stages.fixed or not self._are_excluded(stages, bound_s - end_s):
             return False
         for e in alike:
             e.bound_s = max(e.bound_s, bound_s)
         return True
+
+    def _are_excluded(self, stages: Stages, limit_s: float) -> bool:
+        c = stages.candidate
+        if c not in self._close_s:
+            self._close_s[c] = stages.bound_by_chains(close=True).seconds
+        return self._close_s[c] >= limit_s or stages.excludes(limit_s, close=True)

@@ -178,15 +178,16 @@ def minimise(program: IntegerProgram, costs: Mapping[int, float], time_limit_s: 
 
 class CuttingPlanes:
     """The least height of the upper envelope of linear functions on a simplex, to which functions are added (Kelley
-    1960): minimise C subject to C >= each function of y, sum y = 1, y >= 0."""
+    1960): minimise C subject to C >= each function of y, sum y = 1, y >= least."""
 
-    def __init__(self, size: int) -> None:
-        """`size`: of y. Raises ImportError if HiGHS is missing."""
+    def __init__(self, least: NDArray[np.float64]) -> None:
+        """Raises ImportError if HiGHS is missing."""
+        size = len(least)
         self.highs = _new_highs()
         _set(self.highs, _SETTINGS)
         self.highs.addVar(-math.inf, math.inf)
-        for _ in range(size):
-            self.highs.addVar(0.0, 1.0)
+        for low in least.tolist():
+            self.highs.addVar(low, 1.0)
         self.highs.changeColCost(0, 1.0)
         self.highs.addRow(1.0, 1.0, size, np.arange(1, size + 1, dtype=np.int32), np.ones(size))
 

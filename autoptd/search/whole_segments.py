@@ -11,7 +11,7 @@ costs least. All cuts take `limit_s` or more unless each rank has an n_k, of tho
 
     (1)  microbatches T_k(n_k) + forward passes of a segment on each rank before + reduction of n_k  <  limit_s
          microbatches T_k(n_k) + passes of a segment on each rank before                             <  limit_s
-    (2)  sum_k w_k T_k(n_k) + reduction of n_0 < limit_s,  w: an average of chains of `search/critical_paths.py`
+    (2)  sum_k w_k T_k(n_k) + reduction of n_0 + known_s < limit_s,  w, known_s: of an average of chains (`Chains`)
     (3)  sum_k n_k = the segments of the model
 
 The n that meet (1) are listed for each rank. Prices prove that none of them meet (2) and (3) too (Lagrange): if for
@@ -32,6 +32,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autoptd.schedule import StageMap
+from autoptd.search.critical_paths import PathWeights
 from autoptd.search.pipeline.lp_bound import BlockOptions
 from autoptd.search.pipeline.windows import Floats, Ints
 
@@ -52,12 +54,21 @@ class RankCosts(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """An average of chains. `passes`: the times that it passes a stage of each rank, at least, [F, B or W; rank];
-    `sends_s`: of its messages; `reduces`: whether the reduction of the first rank ends it."""
+    """An average of chains of `search/critical_paths.py`. `passes`: the times that it passes a stage of each rank, at
+    least, [F, B or W; rank]; `known_s`: of its messages, and of the last segment, whose stage it passes more often;
+    `reduces`: whether the reduction of the first rank ends it."""
 
     passes: Floats
-    sends_s: float
+    known_s: float
     reduces: bool
+
+    @staticmethod
+    def of(path: PathWeights, route: StageMap, last: BlockOptions, sends_s: Sequence[float], reduces: bool) -> Chains:
+        """Return the chains for ranks. `last`: the model's last segment; `sends_s`: of messages after each stage."""
+        ranks = [path.passes[:, list(route.stages_of(rank))].min(axis=1) for rank in range(route.ranks)]
+        more = path.passes[:, -1] - ranks[route.holder(route.stages - 1)]
+        last_s = float(more @ (last.forward_s, last.backward_s - last.weight_s, last.weight_s))
+        return Chains(np.stack(ranks, axis=1), path.sends_s(sends_s) + last_s, reduces)
 
 
 class Contents(NamedTuple):
@@ -177,7 +188,7 @@ class WholeSegments:
         if not self.possible.any(axis=1).all():
             return True
         chain_s = np.zeros_like(self.seconds) if chains is None else self._chain_s(chains)
-        left_s = 0.0 if chains is None else self.limit_s - chains.sends_s
+        left_s = 0.0 if chains is None else self.limit_s - chains.known_s
         barred, rows = np.where(self.possible, 0.0, -np.inf), np.arange(len(self.ranks))
         unit = np.array([kind.forward_s + kind.backward_s for kind in self.ranks[0].kinds])
         unit *= self.limit_s / max(unit @ self.model, 1e-300)  # about the seconds of a step that a segment takes

@@ -112,7 +112,10 @@ def test_the_time_limit_holds(scripted: Scripted):
     assert len(Scripted.asked) <= 3
     assert not found.minimal and found.untried
     text = conflict_text(found)
-    assert "no plan that fits was found with all of these: tp=1, zero=1, pp=1, kernels=fused" in text and "--why tries them" in text
+    assert (
+        "no plan that fits was found with all of these: tp=1, zero=1, pp=1, kernels=fused" in text
+        and "--why tries them" in text
+    )
 
 
 def test_what_cannot_be_is_no_way_out(scripted: Scripted):

@@ -12,7 +12,9 @@ import pytest
 
 from autoptd.errors import AutoptdError
 from autoptd.progress import Silent
+from autoptd.schedule import route_of
 from autoptd.search import whole_segments
+from autoptd.search.critical_paths import PathWeights
 from autoptd.search.pipeline.lp_bound import BlockOptions
 from autoptd.search.planner import Planner
 from autoptd.search.whole_segments import Chains, RankCosts, WholeSegments, contents, most_of
@@ -60,6 +62,14 @@ def test_chains_are_counted_with_the_segments() -> None:
     """An average of chains that takes a tenth more than even shares: 8.25 seconds."""
     chains = Chains(np.full((3, 4), 1.1 * ROUNDS / 4), 0.0, False)
     assert too_few(8.2, chains=chains) and not too_few(8.3, chains=chains)
+
+
+def test_chains_that_stay_with_the_last_segment() -> None:
+    """Chains that pass the last stage three times and others once: its segment counts twice more."""
+    passes = np.ones((3, 4))
+    passes[:, -1] = 3.0
+    found = Chains.of(PathWeights(passes, np.ones(4)), route_of("interleaved", 2, 2), part(5.0), (0.5,) * 3, False)
+    assert (found.passes == 1.0).all() and found.known_s == pytest.approx(3 * 0.5 + 2 * 5.0)
 
 
 def test_contents_are_those_of_all_runs() -> None:

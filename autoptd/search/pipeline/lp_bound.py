@@ -134,11 +134,11 @@ class LeastBound(NamedTuple):
     prices: Prices | None = None
 
 
-def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> LeastBound:
+def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline, close: bool = False) -> LeastBound:
     """Return a lower bound on the seconds of all microbatches and, for a given schedule, of the reduction that ends
     last; infinite if not even fractions fit.
 
-    `by_pool`: the blocks with their costs on each device type."""
+    `by_pool`: the blocks with their costs on each device type; `close`: as in `average_path`."""
     program, blocks, sends = IntegerProgram(), by_pool[0], pipeline.sends_s
     edges_s, route, path, last = 0.0, None, None, list[int]()
     count, rounds = len(pipeline.pools) * pipeline.virtual, list[int]()
@@ -146,7 +146,7 @@ def relaxed_bound(by_pool: Sequence[Sequence[Blocks]], pipeline: Pipeline) -> Le
         kind = pipeline.schedule, len(pipeline.pools)
         edges_s = busiest_edge_s(sends, *kind, pipeline.microbatches)
         route = route_of(*kind, pipeline.virtual)
-        path = path_of(blocks, *kind, pipeline.microbatches, pipeline.virtual, sends)
+        path = path_of(blocks, *kind, pipeline.microbatches, pipeline.virtual, sends, close)
         if not row_of(pipeline.schedule).splits_backward:
             last = list(route.stages_of(0))
             rounds = _rounds(kind[1], pipeline.microbatches, pipeline.virtual)
@@ -237,16 +237,24 @@ def _prices(program: IntegerProgram, outcome: Outcome) -> Prices | None:
 
 
 def path_of(
-    blocks: Sequence[Blocks], schedule: str, ranks: int, microbatches: int, virtual: int, sends_s: Sequence[float]
+    blocks: Sequence[Blocks],
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    virtual: int,
+    sends_s: Sequence[float],
+    close: bool = False,
 ) -> PathWeights:
-    """Return the average of chains that is best for stages without recomputation. `sends_s`: as in `Pipeline`."""
+    """Return the average of chains that is best for stages without recomputation, the last of which holds the last
+    segment. `sends_s`: as in `Pipeline`; `close`: as in `average_path`."""
     send_s = sum(sends_s) / max(1, len(sends_s)) * ranks * virtual
     forward_s, backward_s, weight_s = (
         sum(same.count * getattr(same.whole, name) for same in blocks)
         for name in ("forward_s", "backward_s", "weight_s")
     )
-    shares = PassShares.of(forward_s, backward_s, weight_s, send_s)
-    return average_path(schedule, ranks, microbatches, virtual, shares)
+    last_s = sum(same.count * (same.whole.forward_s + same.whole.backward_s) for same in blocks if same.only == -1)
+    shares = PassShares.of(forward_s, backward_s, weight_s, send_s, last_s, ranks * virtual)
+    return average_path(schedule, ranks, microbatches, virtual, shares, close)
 
 
 def groups_of(pools: Sequence[int]) -> Iterator[range]:

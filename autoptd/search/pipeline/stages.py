@@ -322,16 +322,20 @@ class Stages:
     @cached_property
     def relaxed_bound(self) -> LeastBound:
         """Return the lower bound of `search/pipeline/lp_bound.py` over all cuts; infinite if none fits."""
+        return self.bound_by_chains(close=False)
+
+    def bound_by_chains(self, close: bool) -> LeastBound:
+        """Return the `relaxed_bound`; `close`: as in `average_path`."""
         c, v = self.candidate, self.method.virtual
         held = tuple(in_flight(self.held(rank)) for rank in range(c.pp))
         budgets = tuple(self.stage_costs[pool].bound_bytes for pool in self._pools)
         ending = (c.route.holder(self.count - 1),)
         pipeline = Pipeline(c.schedule, c.microbatches, v, held, self._pools, budgets, self.least_sends_s, ending)
-        return relaxed_bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline)
+        return relaxed_bound([stage_cost.relaxed for stage_cost in self.stage_costs], pipeline, close)
 
-    def excludes(self, limit_s: float) -> bool:
-        """Return whether no cut into whole segments takes less than `limit_s` for its passes and the reduction that
-        ends last (`search/whole_segments.py`)."""
+    def excludes(self, limit_s: float, close: bool = False) -> bool:
+        """Return whether no cut into whole segments takes less than `limit_s` for its passes and last reduction
+        (`search/whole_segments.py`). `close`: as in `average_path`."""
         c, names = self.candidate, self.stage_costs[0].segment_names
         kinds = tuple(names.index(name) for name in self.chunks.names)
         base_s = np.minimum.reduce([stage_cost.base_s for stage_cost in self.stage_costs])
@@ -347,14 +351,13 @@ class Stages:
             alive = max(min(row) for row in in_flight(self.held(rank)))
             ranks.append(RankCosts(parts, alive, budget_bytes, (forward_s, 0.0 if splits else both_s)))
         found = WholeSegments(held, ranks, np.bincount(kinds).tolist(), c.microbatches, limit_s, ending)
-        return found.are_too_few() or found.are_too_few(self._chains)
+        return found.are_too_few() or found.are_too_few(self._chains(close))
 
-    @property
-    def _chains(self) -> Chains:
-        c, schedule, sends_s = self.candidate, self.method.schedule, self.least_sends_s
-        path = path_of(self.stage_costs[0].relaxed, schedule, c.pp, c.microbatches, self.method.virtual, sends_s)
-        passes = np.stack([path.passes[:, list(c.route.stages_of(k))].min(axis=1) for k in range(c.pp)], axis=1)
-        return Chains(passes, path.sends_s(sends_s), not row_of(schedule).splits_backward)
+    def _chains(self, close: bool) -> Chains:
+        c, v, sends_s, end = self.candidate, self.method.virtual, self.least_sends_s, self.stage_cost(self.count - 1)
+        path = path_of(self.stage_costs[0].relaxed, c.schedule, c.pp, c.microbatches, v, sends_s, close)
+        last = end.single[end.segment_names.index(self.chunks.names[-1])]
+        return Chains.of(path, c.route, last, sends_s, reduces=not row_of(c.schedule).splits_backward)
 
     def memory_bound(self, kinds: Collection[tuple[str, int]], prices: MemoryPrices, limit_s: float) -> LeastBound:
         """Return a lower bound on the passes over all cuts under any of these schedules and numbers of chunks: their

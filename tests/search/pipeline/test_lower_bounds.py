@@ -181,7 +181,7 @@ def too_high(run: Run) -> Iterator[str]:
     found["of any cut, whatever the share of passes"] = run.even_s(0.5)
     found["of cuts in line"] = Stages.least(stages_of(run), measured=False).seconds
     found["of measured cuts"] = Stages.least(stages_of(run), measured=True).seconds
-    for shares in (run.shares, PassShares(0.5), PassShares(0.2, 0.6, 1.0)):
+    for shares in (run.shares, PassShares(0.5), PassShares(0.2, 0.6, 1.0), PassShares(0.35, last=0.6)):
         found[f"of chains for {shares}"] = run.chains_s(shares)
     walk = refine._CutTree(stages_of(run), math.inf)
     for k in range(1, len(run.cuts) + 1):
@@ -309,6 +309,22 @@ def test_uneven_chunks_may_be_faster(schedule: str, ranks: int, virtual: int) ->
     )
     least = path.seconds(0.35, 0.65, 0.3).min() * len(even)
     assert m * virtual * (1 - 1e-9) <= least < run.seconds()
+
+
+def test_no_division_escapes_a_slow_head() -> None:
+    """A head of twice an even share: with any division of the rest into chunks, other ranks wait while it runs."""
+    ranks, virtual, m = 4, 4, 8
+    head = 2 / (ranks * virtual)
+    found = {}
+    for last in (0.0, head):
+        path = average_path("interleaved", ranks, m, virtual, PassShares(0.35, last=last), close=True)
+        seconds = path.seconds(0.35, 0.65)
+        found[last] = float((1 - head) * seconds.min() + head * seconds[-1])
+    graph, _ = critical._graph("interleaved", ranks, m, virtual) or pytest.fail()
+    rest = (1 - head) / (ranks * virtual - 1)
+    even = [rest] * (ranks * virtual - 1) + [head]
+    longest = graph.chains([0.35 * y for y in even] + [0.65 * y for y in even] + [0.0] * len(even), [0.0] * len(even))
+    assert 1.1 * found[0.0] < found[head] <= longest[0][0]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -524,7 +540,7 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = relax.path_of
     with monkeypatch.context() as patch:  # every schedule of one chunk treated as GPipe
         patch.setattr(
-            relax, "path_of", lambda blocks, kind, p, m, v, x: honest(blocks, _gpipe_for(kind, v), p, m, v, x)
+            relax, "path_of", lambda blocks, kind, p, m, v, *x: honest(blocks, _gpipe_for(kind, v), p, m, v, *x)
         )
         assert _too_high_relaxed()
     rounds = relax._rounds
