@@ -42,7 +42,8 @@ _ROUNDS = 3  # microbatches per rank of the step whose paths are found, if it re
 _LARGEST = 40_000  # actions of a step that does not
 _TOLERANCE = 4e-3  # relative distance of the longest path from the optimum
 _EFFORT = 30_000  # actions that are visited by all searches for the longest path
-_MORE = 4  # times as many for a closer average
+_MORE = 8  # times as many for a closer average
+_PLACES = 4  # on each rank, across which the first chains are found
 _STEPS = 20  # that shares are rounded to
 _KINDS = "FBW"
 
@@ -70,8 +71,8 @@ class ScheduleGraph:
 
     Actions are numbered; `passes`: of an action, its kind * stages + its stage; `before`, `sender`: the actions that it
     waits for on its rank and on another, -1 if none; `edges`: the stage after which the message is sent, -1 if none.
-    `crossings`: two consecutive actions of each rank, between which rounds may be inserted, if any may; `early` and
-    `late`: the actions before and after them.
+    `crossings`: ranks and two consecutive actions of theirs, between which rounds are inserted if any `repeats`;
+    `early` and `late`: the actions that may come before and after them.
     """
 
     def __init__(self, kind: str, ranks: int, microbatches: int, virtual: int, repeats: bool = False) -> None:
@@ -80,9 +81,11 @@ class ScheduleGraph:
         lists = compute_lists(kind, ranks, microbatches, virtual)
         self.splits_backward = any(action.kind == "W" for action in lists[0])
         on_rank = self._lay_out(lists)
+        self.repeats = repeats
         self.early: Sequence[int] = range(len(self.passes))
-        self.late: Sequence[int] = ()
-        self.crossings: list[tuple[int, int]] = []
+        self.late: Sequence[int] = self.early
+        places = [(mine, len(mine) * (2 * k + 1) // (2 * _PLACES)) for mine in on_rank for k in range(_PLACES)]
+        self.crossings = [(rank // _PLACES, mine[n - 1], mine[n]) for rank, (mine, n) in enumerate(places) if n]
         if repeats:
             period = period_of(kind, ranks)
             kept = _insertion(lists, compute_lists(kind, ranks, microbatches + period, virtual), period)
@@ -90,7 +93,8 @@ class ScheduleGraph:
             if any(self.sender[i] >= 0 and self.sender[i] not in early for i in early):
                 raise ValueError("an action before the rounds waits for one after them")
             self.early, self.late = sorted(early), [i for i in self.early if i not in early]
-            self.crossings = [(mine[n - 1], mine[n]) for mine, n in zip(on_rank, kept, strict=True)]
+            pairs = zip(on_rank, kept, strict=True)
+            self.crossings = [(rank, mine[n - 1], mine[n]) for rank, (mine, n) in enumerate(pairs)]
 
     def _lay_out(self, lists: Schedule) -> list[list[int]]:
         """Number the actions in an order in which they may run; return those of each rank."""
@@ -134,26 +138,26 @@ class ScheduleGraph:
     def chains(
         self, seconds: Sequence[float], sends_s: Sequence[float], more: int = 0, every: bool = False
     ) -> list[tuple[float, PathWeights]]:
-        """Return seconds and weights of the longest chain, or of that across `every` rank.
+        """Return seconds and weights of the longest chain, or of that across `every` crossing.
 
         `seconds`: of each kind of pass on each stage, [kind * stages + stage]; `sends_s`: after each stage; `more`:
         microbatches of the inserted rounds."""
         ends, origins = self._ends(seconds, sends_s)
-        if not self.crossings:
+        if not self.repeats and not every:
             last = max(range(len(ends)), key=ends.__getitem__)
             return [(ends[last], self._weights(_followed(last, origins)))]
         tails, followers = self._tails(seconds, sends_s)
         totals = [sum(seconds[stage :: self.stages]) for stage in range(self.stages)]
         long_s = [
             ends[before] + more * sum(self.route.of(totals, rank)) + tails[after]
-            for rank, (before, after) in enumerate(self.crossings)
+            for rank, before, after in self.crossings
         ]
-        found = []
-        for rank in range(self.ranks) if every else [max(range(self.ranks), key=long_s.__getitem__)]:
-            before, after = self.crossings[rank]
-            path = self._weights([*_followed(before, origins), *_followed(after, followers)])
-            path.passes[:, list(self.route.stages_of(rank))] += more
-            found.append((long_s[rank], path))
+        found, longest_s = [], max(long_s)
+        for seconds_s, (rank, before, after) in zip(long_s, self.crossings, strict=True):
+            if every or (seconds_s == longest_s and not found):
+                path = self._weights([*_followed(before, origins), *_followed(after, followers)])
+                path.passes[:, list(self.route.stages_of(rank))] += more
+                found.append((seconds_s, path))
         return found
 
     def _ends(self, seconds: Sequence[float], sends_s: Sequence[float]) -> tuple[list[float], Links]:
@@ -328,9 +332,9 @@ def average_path(
     weights = [1.0] * ranks
     for path in paths:
         planes.add(split @ path.passes)
-    for _ in range(max(2, _EFFORT * (_MORE if close else 1) // len(graph.passes))):
+    for turn in range(max(2, _EFFORT * (_MORE if close else 1) // len(graph.passes))):
         sizes = (best + lowest) / 2  # between the best division so far and that of the planes: fewer turns
-        chains = graph.chains((split[:, None] * sizes).ravel().tolist(), sends_s, more, every=True)
+        chains = graph.chains((split[:, None] * sizes).ravel().tolist(), sends_s, more, every=more > 0 or not turn)
         if (longest := max(seconds for seconds, _ in chains)) < shortest:
             best, shortest = sizes, longest
         if bound >= shortest * (1 - _TOLERANCE):
