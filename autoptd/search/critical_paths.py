@@ -273,6 +273,7 @@ def _busy(graph: ScheduleGraph, rank: int, microbatches: int) -> PathWeights:
     return PathWeights(passes, np.zeros(graph.stages))
 
 
+@lru_cache(maxsize=128)
 def _graph(kind: str, ranks: int, microbatches: int, virtual: int) -> tuple[ScheduleGraph, int] | None:
     """Return the actions of a step, or those of a shorter one and the microbatches of the rounds that it lacks; None
     if there are too many."""
