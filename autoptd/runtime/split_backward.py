@@ -13,7 +13,7 @@ node written in Python (whose backward cannot be split), and those of recomputed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +54,13 @@ class WeightBackward:
 def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Collection[int] = ()) -> WeightBackward:
     """Accumulate the gradients of `inputs` (leaves) and of parameters with ids in `at_once`; return the W pass."""
     edges = [get_gradient_edge(x) for x, _ in roots]
-    order = _postorder(edge.node for edge in edges)
+    graph = _graph(edge.node for edge in edges)
     received = {get_gradient_edge(x).node for x in inputs}
-    path, leads_to = _find_path(order, received)
+    path, leads_to = _find_path(graph, received)
     if not any(edge.node in path for edge in edges):  # no received tensor needs a gradient
         torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
         return WeightBackward((), ())
-    branches = {node: _branch(node, path, leads_to) for node in order if node in path and node not in received}
+    branches = {node: leads_to[node] for node in graph if node in path and node not in received}
     branches |= {edge.node: leads_to[edge.node] for edge in edges if edge.node not in path}
     reached_from: dict[int, int] = {}
     for found in branches.values():
@@ -93,43 +93,46 @@ def _recorder(entry: _Intermediate) -> Callable[[tuple[Tensor | None, ...]], Non
     return note
 
 
-def _postorder(starts: Iterable[Node]) -> list[Node]:
-    """Return all nodes reachable from `starts`, each after those that it leads to."""
-    done: dict[Node, None] = {}
+def _graph(starts: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Return all nodes reachable from `starts`, each after those that it leads to, and by node those that follow it."""
+    opened: dict[Node, list[Node]] = {}
+    done: dict[Node, list[Node]] = {}
+    stack: list[tuple[Node, Iterator[Node]]] = []
+
+    def open_(node: Node) -> None:
+        opened[node] = [following for following, _ in node.next_functions if following is not None]
+        stack.append((node, iter(opened[node])))
+
     for start in starts:
-        stack = [(start, iter(_next(start)))]
-        seen = {start}
+        if start not in opened:
+            open_(start)
         while stack:
             node, rest = stack[-1]
-            following = next((n for n in rest if n not in done and n not in seen), None)
-            if following is None:
-                done[node] = None
-                stack.pop()
+            for following in rest:
+                if following not in opened:
+                    open_(following)
+                    break
             else:
-                seen.add(following)
-                stack.append((following, iter(_next(following))))
-    return list(done)
+                stack.pop()
+                done[node] = opened[node]
+    return done
 
 
-def _next(node: Node) -> list[Node]:
-    return [following for following, _ in node.next_functions if following is not None]
-
-
-def _find_path(order: Sequence[Node], received: Collection[Node]) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
-    """Return the nodes that lead to received tensors, and for each node its parameters outside them, by id."""
+def _find_path(
+    graph: Mapping[Node, list[Node]], received: Collection[Node]
+) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
+    """Return the nodes that lead to received tensors, and for each node the parameters, by id, that it reaches outside
+    them."""
     path, leads_to = set(received), dict[Node, dict[int, Tensor]]()
-    for node in order:
-        if any(following in path for following in _next(node)):
+    for node, follow in graph.items():
+        if not path.isdisjoint(follow):
             path.add(node)
-        own = getattr(node, "variable", None)
-        found = {} if own is None or node in received else {id(own): own}
-        for following in _next(node):
+        found: dict[int, Tensor] = {}
+        for following in follow:
             if following not in path:
-                found |= leads_to[following]
+                found = found | leads_to[following] if found else leads_to[following]
+        if not follow and node not in received:
+            own = getattr(node, "variable", None)
+            found = {} if own is None else {id(own): own}
         leads_to[node] = found
     return path, leads_to
-
-
-def _branch(node: Node, path: Collection[Node], leads_to: dict[Node, dict[int, Tensor]]) -> dict[int, Tensor]:
-    """Return the parameters, by id, that a node reaches outside the input path."""
-    return {key: p for following in _next(node) if following not in path for key, p in leads_to[following].items()}

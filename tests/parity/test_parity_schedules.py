@@ -137,12 +137,13 @@ def test_gradients_that_never_come_are_caught(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.fault("gradients counted at every node")
 def test_parameters_of_several_nodes_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node's own gradient is also passed on to the next node of the parameter, and counted there a second time."""
-    honest = splits_backward._branch
+    honest = splits_backward._find_path
 
-    def twice(node, spine, leads_to):  # type: ignore[no-untyped-def]
-        return {key + id(node): p for key, p in honest(node, spine, leads_to).items()}  # keys that are never seen twice
+    def twice(graph, received):  # type: ignore[no-untyped-def]
+        path, leads_to = honest(graph, received)  # below, with keys that are never seen twice
+        return path, {node: {key + id(node): p for key, p in found.items()} for node, found in leads_to.items()}
 
-    monkeypatch.setattr(splits_backward, "_branch", twice)
+    monkeypatch.setattr(splits_backward, "_find_path", twice)
     assert found_wrong("oddities", "zero-bubble")
 
 

@@ -52,6 +52,19 @@ class ParameterShard:
         return self.grad if self.host_grad is None else self.host_grad.copy_(self.grad, non_blocking=True)
 
 
+class TransientMemory:
+    """The memory of a tensor that exists for a while. Views of it are valid again once it is allocated again."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._storage, self._bytes = x.untyped_storage(), x.numel() * x.itemsize
+
+    def allocate(self) -> None:
+        self._storage.resize_(self._bytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+
 @dataclass
 class _SumOfShards:
     """A reduce-scatter in progress among the ranks of one copy; the all-reduce over copies follows it."""
@@ -142,6 +155,7 @@ class Buffer:
         self.host, self._host_grad = (torch.zeros(self._hosted, dtype=main_dtype, pin_memory=pinned) for _ in range(2))
         self._whole: dict[int, Tensor] = {}
         self._own: dict[int, Tensor] = {}  # this rank's part of each
+        self._memory: dict[int, TransientMemory] = {}  # with ZeRO 3, of each
         for bucket in self.buckets:
             if self.zero == 3:
                 whole = torch.empty(bucket.stop - bucket.start, dtype=dtype, device=device)
@@ -149,6 +163,7 @@ class Buffer:
                 whole = self.data[bucket.start : bucket.stop]
             self._whole[bucket.start], self._own[bucket.start] = whole, self.own_part(whole, bucket)
             if self.zero == 3:
+                self._memory[bucket.start] = TransientMemory(whole)
                 self.free(bucket)
         self._shards = {bucket.start: self._shard(bucket) for bucket in self.buckets}
 
@@ -267,14 +282,14 @@ class Buffer:
 
     def start_gather(self, bucket: Bucket) -> Handle:
         """Copy this rank's shard to the model's parameters, and all-gather the other shards."""
-        whole = self.whole(bucket)
+        at = bucket.start
+        whole, own = self._whole[at], self._own[at]
         if self.zero == 3:
-            whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-        own = self._own[bucket.start]
-        if bucket.start in self._on_host:
+            self._memory[at].allocate()
+        if at in self._on_host:
             own.copy_(self._rounded(bucket, whole.dtype), non_blocking=True)
         elif self.main is not None:
-            own.copy_(self.shard(bucket))
+            own.copy_(self._shards[at])
         return self.group.all_gather_later(whole, own)
 
     def _rounded(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
@@ -286,7 +301,7 @@ class Buffer:
 
     def free(self, bucket: Bucket) -> None:
         """Free the storage of gathered parameters; views of it are valid again after the next gather."""
-        self.whole(bucket).untyped_storage().resize_(0)
+        self._memory[bucket.start].free()
 
     def whole_gradient(self, bucket: Bucket) -> Tensor:
         """Return the flat gradients of a bucket: a view of `grad`, or with ZeRO 2 and 3 memory of their own."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autoptd.layout.packing import Bucket
 from autoptd.ops.group import Done, Handle
-from autoptd.runtime.zero.flat_buffer import Buffer
+from autoptd.runtime.zero.flat_buffer import Buffer, TransientMemory
 
 UNDER_WAY = 1  # reductions of ZeRO 2 and 3 overlapped with the backward pass, each with a temporary buffer
 
@@ -38,13 +38,13 @@ class BucketState:
 
     def __init__(self, bucket: Bucket, buffer: Buffer, priority: int) -> None:
         self.bucket, self.buffer, self.priority = bucket, buffer, priority
-        self.names = tuple(slot.name for slot in bucket.slots)
+        self.names = frozenset(slot.name for slot in bucket.slots)
         self.views = buffer.grads
         if not (buffer.frozen or buffer.alone):
             self.total = buffer.whole_gradient(bucket)  # to be reduced over dp
-            self.views = {name: buffer.view(self.total, bucket, name) for name in self.names}
+            self.views = {slot.name: buffer.view(self.total, bucket, slot.name) for slot in bucket.slots}
             self.own, self.shard = buffer.own_part(self.total, bucket), buffer.grad_shard(bucket)
-            self.per_backward = buffer.zero >= 2
+            self._memory = TransientMemory(self.total) if buffer.zero >= 2 else None
             self.free()
         self.restart()
 
@@ -55,15 +55,15 @@ class BucketState:
 
     def allocate(self) -> None:
         """Allocate the storage of `total`, unless it is a view of the step's gradients."""
-        if self.per_backward:
-            self.total.untyped_storage().resize_(self.total.numel() * self.total.itemsize)
+        if self._memory is not None:
+            self._memory.allocate()
             self.allocated = True
 
     def free(self) -> None:
         """Free it. Views of it are valid again once it is allocated."""
-        self.allocated = not self.per_backward
-        if self.per_backward:
-            self.total.untyped_storage().resize_(0)
+        self.allocated = self._memory is None
+        if self._memory is not None:
+            self._memory.free()
 
     def take(self, name: str, parameter: Tensor) -> None:
         """Add the gradient that a parameter has got. The first overwrites."""
@@ -219,7 +219,7 @@ class Reduction:
                 state.shard.zero_()
 
     def _launch(self, state: BucketState) -> None:
-        self.used.update(name for name in state.names if name not in state.unwritten)
+        self.used |= state.names - state.unwritten if state.unwritten else state.names
         self._under_way.append((state, state.start_sum()))
         state.launched = True
         if self._per_backward:

@@ -14,7 +14,8 @@ All dp ranks gather the same buckets in the same order, since all run the same m
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,17 +43,18 @@ class _Pass:
 
 
 class Gathering:
-    """The gathered buckets of a rank, and the units that hold each."""
+    """The gathered buckets of a rank, and how many units hold each. No function of it needs a gradient."""
 
     def __init__(self, *, ahead: bool) -> None:
         """`ahead`: prefetch the next block's parameters while one computes."""
         self._ahead = ahead
-        self._holders: dict[BucketState, set[GatherUnit]] = {}
+        self._held: set[GatherUnit] = set()
+        self._holders: dict[BucketState, int] = {}  # above 0
         self._in_flight: dict[BucketState, Handle] = {}
         self._roots: dict[int, GatherUnit] = {}  # by chunk
         self._root = GatherUnit(())  # of the chunk that runs
         self._unit_of: dict[BucketState, GatherUnit] = {}
-        self._passes: dict[Hashable, _Pass] = {}
+        self._passes: defaultdict[Hashable, _Pass] = defaultdict(_Pass)
         self._pass: _Pass | None = None
         self._backward = False
 
@@ -82,15 +84,15 @@ class Gathering:
         self._backward = True
 
     def _begin(self, chunk: int, kind: str) -> None:
-        self._pass = self._passes.setdefault((chunk, kind, torch.is_grad_enabled()), _Pass())
+        self._pass = self._passes[chunk, kind, torch.is_grad_enabled()]
         self._pass.at = 0
         self._root = self._roots[chunk]
         self.hold(self._root)
 
     def hold_only(self, states: Iterable[BucketState]) -> None:
         """Keep only the blocks of these buckets gathered; a W pass, which runs node by node, calls it for each."""
-        wanted = list(dict.fromkeys(self._unit_of[state] for state in states))
-        for unit in {unit for held in self._holders.values() for unit in held} - {*wanted, self._root}:
+        wanted = dict.fromkeys(self._unit_of[state] for state in states)
+        for unit in self._held - {*wanted, self._root}:
             self.release(unit)
         for unit in wanted:
             self.hold(unit)
@@ -101,6 +103,7 @@ class Gathering:
             handle.wait()
         for state in {*self._holders, *self._in_flight}:
             state.buffer.free(state.bucket)
+        self._held.clear()
         self._holders.clear()
         self._in_flight.clear()
         if self._pass is not None:
@@ -112,42 +115,52 @@ class Gathering:
         if self._backward or not torch.is_grad_enabled():
             return None
 
+        def done(_: Any) -> None:
+            self.release(unit)
+
         def watched(x: Any) -> Any:
-            if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or not x.requires_grad:
+            if not isinstance(x, Tensor) or not x.requires_grad or isinstance(x, nn.Parameter):
                 return x
             given = x.view_as(x)
-            given.register_hook(lambda _: self.release(unit))
+            _before_gradient(given, done)
             return given
 
-        return tuple(map(watched, args)), {name: watched(x) for name, x in kwargs.items()}
+        return tuple([watched(x) for x in args]), {name: watched(x) for name, x in kwargs.items()}
 
     def _leave(self, unit: GatherUnit, out: Any) -> None:
         if self._backward:
             return
-        for x in out if isinstance(out, tuple) else (out,):
-            if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-                x.register_hook(lambda _: self.hold(unit))
+        if torch.is_grad_enabled():
+            for x in out if isinstance(out, tuple) else (out,):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    _before_gradient(x, lambda _: self.hold(unit))
         self.release(unit)
 
     # ---- buckets ----
 
-    @torch.no_grad()
     def hold(self, unit: GatherUnit) -> None:
         """Gather the buckets of a unit that are not gathered yet; prefetch the next unit."""
-        gathered = any(not self._holders.get(state) for state in unit.states)
-        self._request(unit)
+        if unit in self._held:
+            return
+        self._held.add(unit)
+        gathered = self._request(unit)
         for state in unit.states:
-            self._holders.setdefault(state, set()).add(unit)
+            self._holders[state] = self._holders.get(state, 0) + 1
             handle = self._in_flight.pop(state, None)
             if handle is not None:
                 handle.wait()
         if gathered and self._pass is not None:
             self._prefetch(self._pass, unit)
 
-    def _request(self, unit: GatherUnit) -> None:
+    def _request(self, unit: GatherUnit) -> bool:
+        """Start to gather the buckets that no unit holds; return whether there are any."""
+        gathered = False
         for state in unit.states:
-            if not self._holders.get(state) and state not in self._in_flight:
-                self._in_flight[state] = state.buffer.start_gather(state.bucket)
+            if state not in self._holders:
+                gathered = True
+                if state not in self._in_flight:
+                    self._in_flight[state] = state.buffer.start_gather(state.bucket)
+        return gathered
 
     def _prefetch(self, now: _Pass, unit: GatherUnit) -> None:
         """Record the order of a pass; once it is known, prefetch the next unit."""
@@ -160,9 +173,23 @@ class Gathering:
 
     def release(self, unit: GatherUnit) -> None:
         """Free the unit's buckets that no other unit holds."""
+        if unit not in self._held:
+            return
+        self._held.remove(unit)
         for state in unit.states:
-            holders = self._holders.get(state, set())
-            holders.discard(unit)
-            if not holders and state in self._holders:
+            if self._holders[state] > 1:
+                self._holders[state] -= 1
+            else:
                 del self._holders[state]
                 state.buffer.free(state.bucket)
+
+
+def _before_gradient(x: Tensor, call: Callable[[Any], None]) -> None:
+    """Have `call` called when the gradient of x is complete, before it is used.
+
+    A hook of the node costs half of the tensor's, which besides notes how to remove it.
+    """
+    if x.grad_fn is None:
+        x.register_hook(call)
+    else:
+        x.grad_fn.register_prehook(call)
