@@ -75,7 +75,7 @@ def test_two_messages_of_a_handshake_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.fault("communicators in a circle")
 def test_a_message_in_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a receive that is posted ahead, the second tensor keeps this rank's own sends from starting."""
+    """The second tensor of a receive that is posted ahead keeps this rank's own sends from starting."""
     whole = processes.ProcessChannel._start
 
     def _start(self: Any, op: Any, tensors: Sequence[Tensor], pending: Any) -> processes.Works:
