@@ -16,6 +16,7 @@ from autoptd.ops.group import Group
 from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.runtime.split_backward import backward_inputs
 
 WIDTH = 6
 SPLITS = [(1, 1), (1, 2), (0, 1), (-2, 1)]  # dim, groups
@@ -104,6 +105,34 @@ def test_what_is_kept_of_the_gathered_tensor() -> None:
         for again, kept in ((False, 2 * x.numel()), (True, x.numel())):
             out = tp.gather_linear(x, first, dim=1, again=again)
             assert out.grad_fn.saved_tensors[0].numel() == kept  # type: ignore[union-attr]
+
+    run_lockstep(Mesh(tp=2), body)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_split_backward_pass_leaves_weights_for_later(again: bool) -> None:
+    def body(c: Communicators) -> None:
+        tp = Axis(c.tp)
+        x, _, first, second, third, bias, partial = operands(c.tp.rank, 2, (1, 1))
+        received = x.detach().requires_grad_()
+        parameters = (first, second, third, bias, partial)
+        grads = []
+        for split in (False, True):
+            inner = torch.cat(
+                tp.gather_linears(received * 1, [first, second.t()], [bias, None], dim=1, again=again), -1
+            )
+            out = tp.linear_scatter(inner, third, partial, dim=1)
+            if split:
+                later = backward_inputs([(out, torch.ones_like(out))], [received])
+                assert received.grad is not None and all(p.grad is None for p in parameters)
+                later()
+            else:
+                out.sum().backward()
+            grads.append([p.grad for p in (received, *parameters)])
+            for p in (received, *parameters):
+                p.grad = None
+        for whole, in_parts in zip(*grads, strict=True):
+            torch.testing.assert_close(in_parts, whole, rtol=0, atol=1e-13)
 
     run_lockstep(Mesh(tp=2), body)
 

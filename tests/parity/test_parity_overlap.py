@@ -11,6 +11,7 @@ from autoptd.compile.program import make_program, read_sharding
 from autoptd.layout.mesh import Mesh
 from autoptd.testing.parity import train_in_lockstep
 from tests.parity.parity_check import Variant, alone, batches, check, complaints, parallel, planned, source, with_files
+from tests.parity.test_parity_recompute import made_for, measured, predicted, saved_by_norms
 
 RING = Variant(bulk=True, overlap=("p2p", "tp"))
 WAYS = {
@@ -37,7 +38,7 @@ def emitted(name: str, mesh: Mesh, variant: Variant) -> str:
 
 @pytest.mark.parametrize(("name", "tp", "way"), PIPELINES)
 def test_overlap_changes_no_number(name: str, tp: int, way: str) -> None:
-    mesh = Mesh(8 // tp // 2 if WAYS[way].zero == 3 else 1, tp, 2)
+    mesh = Mesh(2, tp, 1) if way == "zero 3" else Mesh(1, tp, 2)
     text = emitted(name, mesh, WAYS[way])
     assert "tp.gather_linear" in text and "tp.linear_scatter" in text
     assert ("again=True" in text) == (way == "gathered again")
@@ -48,6 +49,15 @@ def test_overlap_changes_no_number(name: str, tp: int, way: str) -> None:
 def test_overlap_beside_other_options(name: str, mesh: Mesh, variant: Variant) -> None:
     assert "tp.gather_linear" in emitted(name, mesh, variant)
     assert not check(name, mesh, variant, "adamw")
+
+
+@pytest.mark.parametrize("gathers", ["kept", "again"])
+@pytest.mark.parametrize("policy", ["none", "selective"])
+@pytest.mark.parametrize("name", ["llama", "nanogpt"])
+def test_kept_bytes_are_those_predicted(name: str, policy: str, gathers: str) -> None:
+    made = made_for(name, 2, policy, gathers=gathers, overlap=["p2p", "tp"])
+    assert "tp.gather_linear" in "".join(made.program.files.values())
+    assert measured(name, made, policy) - saved_by_norms(name, policy) == predicted(name, made, policy)
 
 
 @pytest.mark.fault("a bias on every rank")
