@@ -195,7 +195,7 @@ class Tensors(SplitNumbers):
 
     def _passes(self, products: Sequence[fx.Node], placed: Mapping[fx.Node, Strategy]) -> tuple[Works, Works]:
         """Return the products of forward, and those of backward for gradients of inputs."""
-        forward, backward = [], []
+        forward, backward = list[OpWork](), list[OpWork]()
         for node in products:
             both = self.kernels(node, placed[node])
             weights = self._weight_works(node, both[1])
