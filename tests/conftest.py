@@ -126,6 +126,7 @@ SAMPLED = {
     "parity/test_parity_optimizers.py::test_each_group_has_its_optimizer": 0,
     "parity/test_parity_optimizers.py::test_narrow_gradients": 0,
     "parity/test_parity_optimizers.py::test_values_not_sent_back": 0,
+    "parity/test_parity_overlap.py::test_overlap_changes_no_number": 8,
     "parity/test_parity_pictures.py::test_as_on_one_process": 6,
     "parity/test_parity_pictures.py::test_notes_name_what_is_fixed_and_what_is_left_out": 0,
     "parity/test_parity_pictures.py::test_other_numbers_of_rows_are_refused_by_the_step": 0,

@@ -490,6 +490,16 @@ def test_heads_that_do_not_divide_by_tp(capsys: pytest.CaptureFixture[str]):
             "give assume={'overlap': ['dp', 'tp']}",
         ),
         ({"overlap": ()}, "overlap () can only be predicted", "give assume={'overlap': ()}"),
+        (
+            {"overlap": ["p2p", "tp"], "sequence_parallel": False},
+            "without sequence parallelism tp has sums, which nothing overlaps",
+            "leave tp out of overlap, or sequence_parallel out",
+        ),
+        (
+            {"overlap": ["p2p", "tp"], "recompute": "ops"},
+            "recompute 'ops' keeps some products of a gathered tensor and not others",
+            "leave tp out of overlap, or choose another policy",
+        ),
         ({"gradients": "fp32"}, "gradients 'fp32' is not possible", "'main', 'compute'"),
         ({"stages": 2}, "stages 2 is not possible", "'balanced', 'even'"),
         ({"sends": True}, "sends True is not possible", "'whole', 'slices'"),

@@ -144,7 +144,7 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     names = folded.traced.parameters
     own = owned_by(layout, piece)
     foreign = [p for p in piece.parameters if p not in own]
-    recomputed = recomputation_of(piece.segments, sharding, piece.policy, layout.regather)
+    recomputed = recomputation_of(piece.segments, sharding, piece.policy, layout.regather, layout.rings)
     body = Body(sharding, Names(sizes=map(str, folded.traced.sizes)), first=piece.first, recomputation=recomputed)
     body.fast_dropout = layout.fast_dropout
     if layout.loss_in_place:

@@ -133,6 +133,7 @@ class BlockNames:
     loss_in_place: bool = False  # see `loss` in `search/constraints/options.py`
     regather: bool = False  # see `gathers` there
     fast_dropout: bool = False  # see `dropout` there
+    rings: bool = False  # products around the ring of tp
 
     def prefix_of(self, segment: int) -> str:
         """Return the dotted path of the instance that a segment belongs to."""
@@ -146,6 +147,7 @@ def name_blocks(
     loss_in_place: bool = False,
     regather: bool = False,
     fast_dropout: bool = False,
+    rings: bool = False,
 ) -> BlockNames:
     """Choose the names of blocks for all stages. Raises TraceError for parameters with names that emitted code uses.
 
@@ -167,7 +169,7 @@ def name_blocks(
     for block in blocks:  # parts have their names before blocks that do not repeat
         if any(classes[block.like] == part.block for found in parts.values() for part in found):
             classes[block.like] = _fresh_class(classes[block.like], used)
-    return BlockNames(folded, owned, prefixes, classes, parts, loss_in_place, regather, fast_dropout)
+    return BlockNames(folded, owned, prefixes, classes, parts, loss_in_place, regather, fast_dropout, rings)
 
 
 def _find_parts(
@@ -326,7 +328,7 @@ def _piece(
         first, *others = [part.block for part in inside]
         name = "To".join((first, *(word.removeprefix(name) for word in others[-1:])))
     # "full" changes nothing within a block that decides nothing, unless others re-gather in backward
-    plain, chosen = (recomputation_of(group, sharding, p, layout.regather) for p in ("none", policy))
+    plain, chosen = (recomputation_of(group, sharding, p, layout.regather, layout.rings) for p in ("none", policy))
     name += policy.title() if policy == "logits" or chosen != plain else ""
     if block.unit.count == 1 and policy in ("none", "logits"):
         name = ""
@@ -344,7 +346,7 @@ def _decide_alike(layout: BlockNames, sharding: Sharding, piece: BlockSegments, 
 
     def decided(piece: BlockSegments) -> tuple[Recomputation, dict[str, bool]]:
         how = piece.segments, sharding, piece.policy, layout.regather
-        return recomputation_of(*how), in_place_of(*how) if layout.loss_in_place else {}
+        return recomputation_of(*how, layout.rings), in_place_of(*how) if layout.loss_in_place else {}
 
     whole, in_place = decided(piece)
     each, losses = zip(*map(decided, parts), strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from autoptd.codegen.expressions import SourceText, call_text, expression, size_text, value_text
-from autoptd.codegen.heads import head_text, line_reads
+from autoptd.codegen.joined import gathered_text, head_text, line_reads, scattered_text
+from autoptd.codegen.lines import conversion_args, conversion_note, implementation_note, summed_note
 from autoptd.codegen.names import TAKEN, Names, hint, read_by, reads_in_place
 from autoptd.codegen.quoting import code_of
 from autoptd.codegen.random_keys import ATTENTION, keyed
 from autoptd.codegen.recompute import Recomputation, core_lines, kept_text, runs_of
-from autoptd.layout.placements import B, Broadcast, Placement, Split, conversion
-from autoptd.ops import library as ops
+from autoptd.layout.placements import B, Broadcast, Placement, conversion
 from autoptd.ops.random import DRAWS
 from autoptd.passes.analysis.heads import Head, heads_of
 from autoptd.passes.analysis.overwriting import WIDE
@@ -36,6 +36,7 @@ from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.rules.table import IMPLEMENTATIONS
 from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS, ring
 from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS
+from autoptd.passes.sharding.ring_products import RingGather, RingScatter
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of, tensor_name
 
 aten = torch.ops.aten
@@ -68,6 +69,10 @@ class Body:
     @property
     def ranks(self) -> int:
         return self.sharding.ranks
+
+    @property
+    def scatters(self) -> Mapping[fx.Node, RingScatter]:
+        return {scatter.product: scatter for scatter in self.recomputation.scatters}
 
     def bind(self, node: fx.Node, placement: Placement, text: str) -> None:
         """Declare the text of a tensor that is defined outside these lines."""
@@ -126,12 +131,20 @@ class Body:
         sent = {*segment.sends, *(o for n in segment.sends if reads_in_place(n) for o in read_by(n))}
         local = set(segment.nodes) - sent
 
+        gathers = {node: gather for gather in self.recomputation.gathers for node in gather.products}
+
         def write(i: int, node: fx.Node) -> None:
             self.at = (segment.index, i)
             if node in inner:
                 given[node] = decided.strategies[i].gives[0]
                 return
             done = [o for o in dict.fromkeys(line_reads(node, self.heads.get(node))) if o in local and last_use[o] == i]
+            if node in gathers:
+                if node is gathers[node].products[0]:
+                    self._gathered(gathers[node], strategies, given)
+                for operand in done:
+                    self._forget(operand)
+                return
             text = head_text(self, self.heads[node], strategies, given) if node in self.heads else ""
             self._op(node, decided.strategies[i], given, done, text)
 
@@ -188,8 +201,11 @@ class Body:
         if not text:
             needs = zip(operands(node), strategy.needs, strict=True)
             text = self.op_text(node, strategy, [SourceText(self.read(o, given[o], p)) for o, p in needs])
+        if node in self.scatters:
+            strategy = replace(strategy, gives=(self.scatters[node].target,))
+            text = scattered_text(text, self.scatters[node])
         text = self.recomputation.written(node, text)
-        note = f"  # {implementation_note(strategy)}" if strategy.implementation else _summed_note(node)
+        note = f"  # {implementation_note(strategy)}" if strategy.implementation else summed_note(node)
         outputs = _outputs(node)
         for output, placement in zip(outputs, strategy.gives, strict=True):
             if output is not None:
@@ -205,6 +221,18 @@ class Body:
             if output is not None:
                 self.held[output, _plain(output, placement)] = name
                 self.made.append((name, output, _plain(output, placement)))
+
+    def _gathered(
+        self, gather: RingGather, strategies: Mapping[fx.Node, Strategy], given: dict[fx.Node, Placement]
+    ) -> None:
+        """Write all products of a gathered tensor, at the first of them."""
+        text = gathered_text(self, gather, strategies, given)
+        names = [self.names.fresh(self.called.get(node) or hint(node)) for node in gather.products]
+        self.lines.append(f"{', '.join(names)} = {text}")
+        for node, name in zip(gather.products, names, strict=True):
+            given[node] = strategies[node].gives[0]
+            self.bind(node, given[node], name)
+            self.made.append((name, node, _plain(node, given[node])))
 
     def _forget(self, node: fx.Node) -> None:
         for key in [k for k in self.held if k[0] is node]:
@@ -349,45 +377,6 @@ def _implementation_text(function: Callable[..., Any], args: Sequence[object], k
     assert not any(unknown), (function, unknown)
     options = [f"{p.name}={value_text(given[p.name])}" for p in takes if given.get(p.name, p.default) != p.default]
     return f"ops.{function.__name__}({', '.join([*tensors, 'tp', *options])})"
-
-
-def conversion_args(given: Placement, needed: Placement) -> list[str]:
-    """Return the arguments of the axis' method after the tensor."""
-
-    def dim(split: Split) -> list[str]:
-        return [f"dim={split.dim}"] + ([f"groups={split.groups}"] if split.groups > 1 else [])
-
-    match given, needed:
-        case Split(), Split():
-            return [f"source=({given.dim}, {given.groups})", f"target=({needed.dim}, {needed.groups})"]
-        case Split(), _:
-            return dim(given)
-        case _, Split():
-            return dim(needed)
-        case _:
-            return []
-
-
-def conversion_note(given: Placement, needed: Placement, grad: bool) -> str:
-    """Return a comment such as `S1 -> Bp: all-gather; backward reduce-scatter`."""
-    row = conversion(given, needed)
-    forward = (row.forward or "local").replace("_", "-")
-    backward = (row.backward or "local").replace("_", "-")
-    return f"{given} -> {needed}: {forward}" + (f"; backward {backward}" if grad else "")
-
-
-def implementation_note(strategy: Strategy) -> str:
-    """Return a comment such as `vocabulary-parallel: S2, B -> B, all-reduce × 2`."""
-    word = strategy.implementation.replace("vocab_", "vocabulary-").replace("own_", "own ")
-    issued = [name.replace("_", "-") for name, _ in strategy.collectives]
-    return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
-
-
-def _summed_note(node: fx.Node) -> str:
-    """Return the comment of a sum over the batch; "" for other ops."""
-    if node.target is not ops.sum_over_batch:
-        return ""
-    return "  # over all samples: all-reduce over dp" + "; backward all-reduce" * info(node).requires_grad
 
 
 def local_shape_text(tensor: TensorInfo, placement: Placement, ranks: int) -> str:

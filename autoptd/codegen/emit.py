@@ -101,10 +101,12 @@ def emit_program(
     loss_in_place: bool = False,
     regather: bool = False,
     fast_dropout: bool = False,
+    rings: bool = False,
 ) -> Program:
-    """Write the source of every distinct stage and block of a plan. `regather`: re-gather in backward."""
+    """Write the source of every distinct stage and block of a plan. `regather`: re-gather in backward; `rings`:
+    multiply around the ring of tp."""
     starts = {i for s in stages for i in piece_starts(s.first, s.last, s.recompute)}
-    how = {"loss_in_place": loss_in_place, "regather": regather, "fast_dropout": fast_dropout}
+    how = {"loss_in_place": loss_in_place, "regather": regather, "fast_dropout": fast_dropout, "rings": rings}
     layout, title = name_blocks(folded, starts, **how), in_docstring(title)
     written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
     blocks: dict[str, str] = {}

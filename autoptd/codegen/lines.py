@@ -1,8 +1,14 @@
-"""Wrapping of long lines of source at the arguments of the outermost call."""
+"""Comments of lines that communicate, and wrapping of long lines at the arguments of the outermost call."""
 
 from __future__ import annotations
 
+from torch import fx
+
 from autoptd.codegen.quoting import code_of
+from autoptd.layout.placements import Placement, Split, conversion
+from autoptd.ops import library as ops
+from autoptd.passes.graph import info
+from autoptd.passes.rules.factors import Strategy
 
 WIDTH = 120
 
@@ -48,3 +54,42 @@ def _parts(arguments: str) -> list[str]:
         else:
             parts[-1] += character
     return [part.strip() for part in parts if part.strip()]
+
+
+def conversion_args(given: Placement, needed: Placement) -> list[str]:
+    """Return the arguments of the axis' method after the tensor."""
+
+    def dim(split: Split) -> list[str]:
+        return [f"dim={split.dim}"] + ([f"groups={split.groups}"] if split.groups > 1 else [])
+
+    match given, needed:
+        case Split(), Split():
+            return [f"source=({given.dim}, {given.groups})", f"target=({needed.dim}, {needed.groups})"]
+        case Split(), _:
+            return dim(given)
+        case _, Split():
+            return dim(needed)
+        case _:
+            return []
+
+
+def conversion_note(given: Placement, needed: Placement, grad: bool) -> str:
+    """Return a comment such as `S1 -> Bp: all-gather; backward reduce-scatter`."""
+    row = conversion(given, needed)
+    forward = (row.forward or "local").replace("_", "-")
+    backward = (row.backward or "local").replace("_", "-")
+    return f"{given} -> {needed}: {forward}" + (f"; backward {backward}" if grad else "")
+
+
+def implementation_note(strategy: Strategy) -> str:
+    """Return a comment such as `vocabulary-parallel: S2, B -> B, all-reduce × 2`."""
+    word = strategy.implementation.replace("vocab_", "vocabulary-").replace("own_", "own ")
+    issued = [name.replace("_", "-") for name, _ in strategy.collectives]
+    return f"{word}: {str(strategy).split(' [')[0]}" + (f", {', '.join(issued)}" if issued else ", local")
+
+
+def summed_note(node: fx.Node) -> str:
+    """Return the comment of a sum over the batch; "" for other ops."""
+    if node.target is not ops.sum_over_batch:
+        return ""
+    return "  # over all samples: all-reduce over dp" + "; backward all-reduce" * info(node).requires_grad

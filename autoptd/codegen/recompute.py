@@ -19,6 +19,7 @@ from itertools import groupby
 
 from torch import fx
 
+from autoptd.layout.placements import BP
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import decides, recomputed_steps
 from autoptd.passes.analysis.dataflow import DataflowStep, Flow, flow
@@ -27,7 +28,8 @@ from autoptd.passes.fold import Segment
 from autoptd.passes.graph import operands
 from autoptd.passes.sharding.context_parallel_graph import convert
 from autoptd.passes.sharding.expert_parallel_graph import route
-from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.sharding.ring_products import RingGather, RingScatter, ring_products
+from autoptd.passes.sharding.sharding import Sharding, tensor_name
 
 Converted = tuple[str, str]  # a tensor's name and the placement that it is brought into
 Placed = tuple[int, fx.Node]  # position in the segment, node
@@ -48,6 +50,8 @@ class Recomputation:
     spare: frozenset[fx.Node] = frozenset()
     views: frozenset[fx.Node] = frozenset()
     products: frozenset[fx.Node] = frozenset()  # nodes kept by a policy, all of which are function calls
+    gathers: frozenset[RingGather] = frozenset()  # products around the ring of tp
+    scatters: frozenset[RingScatter] = frozenset()
 
     def written(self, node: fx.Node, text: str) -> str:
         """Return an op's text as `keep(F.linear, x, w)`, `spare(F.linear, x, w)`, or unchanged.
@@ -60,15 +64,17 @@ class Recomputation:
 
 
 def recomputation_of(
-    segments: Sequence[Segment], sharding: Sharding, policy: str, regather: bool = False
+    segments: Sequence[Segment], sharding: Sharding, policy: str, regather: bool = False, rings: bool = False
 ) -> Recomputation:
     """Apply a policy to segments, with the steps that `passes.analysis.activations` counts.
 
-    `regather`: re-gather in backward what tp gathers, unless the whole block is recomputed.
+    `regather`: re-gather in backward what tp gathers, unless the whole block is recomputed. `rings`: multiply around
+    the ring of tp, but not under "ops", which keeps some products of a gathered tensor and recomputes others.
     """
+    chosen = _of_policy(segments, sharding, policy)
     if regather and policy in ("none", "selective"):
-        return _with_gathers(segments, sharding, _of_policy(segments, sharding, policy))
-    return _of_policy(segments, sharding, policy)
+        chosen = _with_gathers(segments, sharding, chosen)
+    return _with_rings(segments, sharding, chosen) if rings and policy != "ops" else chosen
 
 
 def in_place_of(
@@ -114,6 +120,25 @@ def _with_gathers(segments: Sequence[Segment], sharding: Sharding, chosen: Recom
         kept=chosen.kept | (readers - spare),
         spare=spare,
         views=views,
+    )
+
+
+def _with_rings(segments: Sequence[Segment], sharding: Sharding, chosen: Recomputation) -> Recomputation:
+    """Take products around the ring out of the core: those of a tensor that is gathered again do that themselves."""
+    found = [ring_products(segment, sharding.kinds[segment.kind]) for segment in segments]
+    gathers, again = set(), set[fx.Node]()
+    for gather in (g for each in found for g in each.gathers):
+        regathered = (tensor_name(gather.tensor), str(BP)) in chosen.core_conversions
+        gathers.add(replace(gather, again=regathered))
+        again |= set(gather.products) if regathered else set()
+    return replace(
+        chosen,
+        core=chosen.core - again,
+        core_conversions=chosen.core_conversions - {(tensor_name(g.tensor), str(BP)) for g in gathers},
+        kept=chosen.kept - again,
+        spare=chosen.spare - again,
+        gathers=frozenset(gathers),
+        scatters=frozenset(s for each in found for s in each.scatters),
     )
 
 

@@ -166,7 +166,7 @@ def _write_piece(
         _flush(writer)
         writer.body.joins_heads = piece.policy == "logits"
         how = piece.segments, writer.sharding, piece.policy, writer.layout.regather
-        writer.body.recomputation = recomputation_of(*how)
+        writer.body.recomputation = recomputation_of(*how, writer.layout.rings)
         writer.body.in_place = in_place_of(*how) if writer.layout.loss_in_place else {}
         for segment in piece.segments:
             writer.body.segment(segment)

@@ -130,6 +130,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         precision=plan.precision,
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,
+        rings=plan.method.rings and plan.mesh.tp > 1,
         sums_over_dp="dp" in folded.axes,
         statistics=folded.statistics.evaluation if folded.statistics.over_dp else "none",
         sums=folded.updates.width,

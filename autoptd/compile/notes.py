@@ -54,6 +54,7 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     notes += attention_notes(source, answer.staged)
     notes += head_notes(answer.staged)
     notes += _embedding_notes(source, answer)
+    notes += ring_notes(answer.staged)
     notes += _context_notes(source, answer)
     notes += _expert_notes(answer)
     notes.append(
@@ -71,6 +72,19 @@ def update_notes(source: TracedModel) -> list[str]:
     return [
         f"forward updates buffers ({', '.join(names)}): once per step, from {source.folded.updates.width:,} sums over "
         "the whole batch, after all forward passes have read the old values"
+    ]
+
+
+def ring_notes(staged: Staged) -> list[str]:
+    """Return a note on how much of tp's communication products around the ring take apart."""
+    if not staged.chunks.method.rings or staged.candidate.tp == 1:
+        return []
+    works = [(count, cost.work) for count, cost in staged.chunks.sharded.every_kind]
+    apart = sum(count * 2 * len(work.rings) for count, work in works)
+    every = sum(count * (len(work.forward_collectives) + len(work.backward_collectives)) for count, work in works)
+    return [
+        f"overlap of tp: {apart} of {every} collectives of a microbatch travel beside products, as far as these last; "
+        "the others wait"
     ]
 
 

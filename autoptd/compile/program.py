@@ -63,6 +63,7 @@ def emission_options(plan: Plan) -> dict[str, bool]:
         "loss_in_place": plan.method.loss == "in_place",
         "regather": plan.method.gathers == "again" and plan.mesh.tp > 1,
         "fast_dropout": plan.method.dropout == "fast",
+        "rings": plan.method.rings and plan.mesh.tp > 1,
     }
 
 

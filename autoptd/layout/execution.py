@@ -13,7 +13,7 @@ class ExecutionOptions:
     """The options of an execution.
 
     recompute      policy of the segments in a stage's `recompute`
-    overlap        communication that overlaps with compute: of "dp", "ep", "p2p", "tp"
+    overlap        communication that overlaps with compute: of "dp", "ep", "p2p", "tp"; see `rings` too
     kernels        "eager", "fused" (by hand, as in Megatron-LM), "compiled"; see passes/analysis/fusion.py
     loss           "kept": the gradient of the logits has its own buffer beside the probabilities; "in_place": it
                    overwrites them
@@ -66,3 +66,11 @@ class ExecutionOptions:
     def drops_fast(self, cp: int) -> bool:
         """Return whether attention over cp ranks draws masks by torch's kernel; tiles of a ring have exact ones."""
         return self.dropout == "fast" and not (cp > 1 and self.context == "ring")
+
+    @property
+    def rings(self) -> bool:
+        """Return whether tp overlaps as in a program, which takes products apart around the ring and overlaps no more.
+
+        By hand, and without "p2p", which every program overlaps, all communication of tp is predicted to overlap.
+        """
+        return {"p2p", "tp"} <= set(self.overlap) and self.kernels != "fused"

@@ -117,6 +117,7 @@ class Layout:
     sums_ahead: bool = False  # run the batch's forward passes first, for the sums that the loss is a function of
     one_microbatch: bool = False  # the loss is only defined for one microbatch on one dp rank
     gather_later: bool = False  # all-gather updated parameters while the next step begins
+    rings: bool = False  # passes multiply around the ring of tp
     zigzag: bool = False  # each cp rank holds an early and a late chunk of tokens: see `ops/cp_axis.py`
     multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> divisor of its size
     conditions: tuple[SizeCondition, ...] = ()  # on the sizes of a batch, for the program to be the model's

@@ -21,7 +21,7 @@ def communicates(layout: Layout) -> Communicates:
     holders = {mesh.holders(spec.stages) for spec in layout.parameters.values()}
     return Communicates(
         passes=tuple(axis for axis, used in axes.items() if used),
-        ring=mesh.cp > 1,
+        rings=tuple(axis for axis, used in {"cp": mesh.cp > 1, "tp": layout.rings}.items() if used),
         data=mesh.copies > 1,
         zero=layout.zero,
         tied=tuple(sorted(ranks for ranks in holders if len(ranks) > 1)),

@@ -42,7 +42,8 @@ from torch.autograd.function import once_differentiable
 
 from autoptd.ops import fused_attention as fused
 from autoptd.ops.attention import SCORES, attention, empty_result
-from autoptd.ops.cp_axis import Parts, RingMessage, Tokens, packed, unpacked
+from autoptd.ops.axis.ring import RingMessage, around
+from autoptd.ops.cp_axis import Parts, Tokens, packed, unpacked
 from autoptd.ops.dropout import FIRST_DIM, DimSlice, DropoutKey, Elements, SamplePosition
 
 
@@ -161,7 +162,7 @@ class _FusedRing(torch.autograd.Function):
                 d_q[..., tile.query, :].add_(found[0])
                 for total, part in zip(unpacked(sums), found[1:], strict=True):
                     total[..., tile.key, :].add_(part)
-            arriving = RingMessage(cp, sums)  # to the next rank with the keys; the last time to their owner
+            arriving = RingMessage(cp.group, sums)  # to the next rank with the keys; the last time to their owner
         assert arriving is not None
         d_k, d_v = unpacked(arriving.wait())
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None, None
@@ -226,7 +227,7 @@ class _WrittenRing(torch.autograd.Function):
             if arriving is not None:
                 for mine, theirs in zip(sums, arriving.wait(), strict=True):
                     mine += theirs
-            arriving = RingMessage(cp, sums)  # to the next rank with the keys; the last time to their owner
+            arriving = RingMessage(cp.group, sums)  # to the next rank with the keys; the last time to their owner
         assert arriving is not None
         d_k, d_v = unpacked(arriving.wait())
         rows.q = rows.given = None
@@ -392,9 +393,4 @@ class _RingQueries:
 
 def _round(cp: Tokens, k: Tensor, v: Tensor) -> Iterator[tuple[int, Parts]]:
     """Yield (owner, its keys and values) of every rank, own first; the next ones are sent while these are used."""
-    here = packed(k, v)
-    for step in range(cp.size):
-        coming = RingMessage(cp, here) if step < cp.size - 1 else None
-        yield (cp.rank - step) % cp.size, unpacked(here)
-        if coming is not None:
-            here = coming.wait()
+    return ((owner, unpacked(parts)) for owner, parts in around(cp.group, packed(k, v)))

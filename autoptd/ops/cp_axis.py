@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autoptd.ops.axis.slices import from_slices, own_slice, to_slices
 from autoptd.ops.dropout import DimSlice
 from autoptd.ops.group import Group
-from autoptd.ops.tp_axis import Axis, from_slices, own_slice, to_slices
+from autoptd.ops.tp_axis import Axis
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,3 @@ def packed(k: Tensor, v: Tensor) -> Parts:
 
 def unpacked(parts: Parts) -> Parts:
     return parts if len(parts) == 2 else parts[0].unbind()
-
-
-class RingMessage:
-    """A message in transfer to the next rank, and the one that arrives from the previous rank."""
-
-    def __init__(self, cp: Tokens, parts: Parts) -> None:
-        self.coming = tuple(torch.empty_like(x) for x in parts)
-        self.handles = [cp.group.shift_later(out, x) for out, x in zip(self.coming, parts, strict=True)]
-
-    def wait(self) -> Parts:
-        for handle in self.handles:
-            handle.wait()
-        return self.coming

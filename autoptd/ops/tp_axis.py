@@ -12,14 +12,16 @@ For tensors without gradient (integers, masks) only the forward map applies. Wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoptd.ops.axis.products import GatheredProducts, RowSplit, ScatteredProduct
+from autoptd.ops.axis.slices import Slice, from_slices, own_slice, to_slices
 from autoptd.ops.dropout import DimSlice
 from autoptd.ops.group import Group
 
@@ -38,45 +40,6 @@ class _Conversion(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.gradient(grad), None, None
-
-
-def own_slice(x: Tensor, dim: int, groups: int, size: int, rank: int) -> Tensor:
-    """[..., groups*size*w, ...] -> [..., groups*w, ...]: this rank's block of each group. A view for one group."""
-    length = x.shape[dim]
-    assert length % (groups * size) == 0, f"dim {dim} of {list(x.shape)} does not divide by {groups} × {size}"
-    if groups == 1:
-        return x.narrow(dim, rank * (length // size), length // size)
-    blocks = x.unflatten(dim, (groups, size, length // (groups * size)))
-    return blocks.select(dim + 1, rank).flatten(dim, dim + 1)
-
-
-def to_slices(x: Tensor, dim: int, groups: int, size: int) -> Tensor:
-    """[..., groups*size*w, ...] -> [size, ..., groups*w, ...], contiguous: every rank's slice, by rank."""
-    length = x.shape[dim]
-    assert length % (groups * size) == 0, f"dim {dim} of {list(x.shape)} does not divide by {groups} × {size}"
-    blocks = x.unflatten(dim, (groups, size, length // (groups * size)))
-    return blocks.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
-
-
-def from_slices(slices: Tensor, dim: int, groups: int) -> Tensor:
-    """The inverse of `to_slices`: [size, ..., groups*w, ...] -> [..., groups*size*w, ...]."""
-    blocks = slices.unflatten(dim + 1, (groups, slices.shape[dim + 1] // groups))
-    return blocks.movedim(0, dim + 1).flatten(dim, dim + 2)
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The slice of a dim that one rank holds: its block of each of `groups` equal parts."""
-
-    dim: int
-    groups: int
-    size: int  # ranks
-    rank: int
-
-    def whole(self, index: Tensor, length: int) -> Tensor:
-        """Map positions in the slice, which is `length` long, to positions in the whole dim."""
-        width = length // self.groups
-        return index // width * (width * self.size) + self.rank * width + index % width
 
 
 class Axis:
@@ -151,6 +114,47 @@ class Axis:
     def all_to_all(self, x: Tensor, source: tuple[int, int], target: tuple[int, int]) -> Tensor:
         """S -> S: from slices of `source` (dim, groups) to slices of `target`; gradient back again."""
         return self._convert(x, self._exchange(x, source, target), self._exchange(x, target, source))
+
+    # Conversions with the products beside them (`axis.products`)
+
+    def gather_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dim: int, groups: int = 1, again: bool = False
+    ) -> Tensor:
+        """S -> Bp, then `F.linear`: see `gather_linears`."""
+        return self.gather_linears(x, [weight], [bias], dim=dim, groups=groups, again=again)[0]
+
+    def gather_linears(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] | None = None,
+        *,
+        dim: int,
+        groups: int = 1,
+        again: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """S -> Bp, then `F.linear` with each weight: the next rows travel beside the products of those that are here.
+
+        Backward sums the gradients of rows around the ring. `again`: it gathers x again instead of keeping all of it.
+        """
+        biases = [None] * len(weights) if biases is None else biases
+        if self.size == 1:
+            return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        rows = RowSplit(self.group, dim % x.ndim, groups)
+        found: tuple[Tensor, ...] = GatheredProducts.apply(x, rows, again, len(weights), *weights, *biases)
+        return found
+
+    def linear_scatter(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dim: int, groups: int = 1
+    ) -> Tensor:
+        """`F.linear` with a partial result (and bias), then P -> S: sums of rows travel beside the products of others.
+
+        The rows of rank r are summed in the order r + 1, r + 2, …, r. Backward gathers their gradients around the ring.
+        """
+        if self.size == 1:
+            return F.linear(x, weight, bias)
+        found: Tensor = ScatteredProduct.apply(x, RowSplit(self.group, dim % x.ndim, groups), weight, bias)
+        return found
 
     # For ops whose operands are whole on every rank
 

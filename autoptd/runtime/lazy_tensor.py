@@ -11,7 +11,7 @@ from torch import Tensor
 from autoptd.layout.layout import TensorSpec
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import Split
-from autoptd.ops.tp_axis import own_slice
+from autoptd.ops.axis.slices import own_slice
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ path, the nodes between its outputs and the tensors it received, and of branches
         the gradient of its input in B and that of its weight in W
 
 Some parameters get their gradient in B nevertheless: those reached from several nodes of the input path, those behind a
-node written in Python (whose backward cannot be split), and those of recomputed blocks (or W would recompute them too).
+node written in Python (whose backward cannot be split unless it has a `part`, as those of `ops.axis.products`), and
+those of recomputed blocks (or W would recompute them too).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class WeightBackward:
         for entry in self._intermediates:
             if before is not None:
                 before(entry.branch)
+            _compute(entry.node, "weights")
             pairs = [(GradientEdge(entry.node, k), g) for k, g in enumerate(entry.arrived) if g is not None]
             if pairs:
                 edges, gradients = [edge for edge, _ in pairs], [g for _, g in pairs]
@@ -70,10 +72,13 @@ def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Co
     intermediates = []
     for node, found in branches.items():
         in_w: dict[int, Tensor] = {}
+        early = {key for key in found if reached_from[key] > 1 or key in at_once}
+        whole = isinstance(node, BackwardCFunction) and (bool(early) or not hasattr(node, "part"))
         for key, parameter in found.items():
-            at = in_b if reached_from[key] > 1 or key in at_once or isinstance(node, BackwardCFunction) else in_w
+            at = in_b if whole or key in early else in_w
             at[key] = parameter
         if in_w:
+            _compute(node, "inputs")
             intermediates.append(_Intermediate(node, tuple(in_w.values())))
     handles = [entry.node.register_prehook(_recorder(entry)) for entry in intermediates]
     try:
@@ -84,6 +89,12 @@ def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Co
         for handle in handles:
             handle.remove()
     return WeightBackward(intermediates, roots)
+
+
+def _compute(node: Node, part: str) -> None:
+    """Choose the gradients that a node written in Python computes when it runs next."""
+    if hasattr(node, "part"):
+        node.part = part
 
 
 def _recorder(entry: _Intermediate) -> Callable[[tuple[Tensor | None, ...]], None]:

@@ -24,11 +24,11 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.placements import Split
 from autoptd.layout.step_actions import step_actions
+from autoptd.ops.axis.slices import from_slices
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.group import on_device
 from autoptd.ops.random import dropout_mask
 from autoptd.ops.stage import Stage
-from autoptd.ops.tp_axis import from_slices
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement, check_evaluates
 from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal, start_counts

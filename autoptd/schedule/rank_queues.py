@@ -34,13 +34,14 @@ def receives_posted(actions: Actions) -> int:
 class Communicates:
     """Communication of a step besides messages.
 
-    `passes`: axes with collectives in passes, on the current stream. `ring`: passes send around the ring of cp. `data`:
-    gradients are summed over dp; `zero`: its stage. `tied`: pipeline ranks that hold the same parameters, by set.
-    `host`: passes wait on the host. `counts`: the last stage counts over dp.
+    `passes`: axes with collectives in passes, on the current stream. `rings`: axes that passes send around the ring of;
+    those of tp may gather again in W, for gradients of weights. `data`: gradients are summed over dp; `zero`: stage.
+    `tied`: pipeline ranks that hold the same parameters, by set. `host`: passes wait on the host. `counts`: the last
+    stage counts over dp.
     """
 
     passes: tuple[str, ...] = ()
-    ring: bool = False
+    rings: tuple[str, ...] = ()
     data: bool = False
     zero: int = 1
     tied: tuple[tuple[int, ...], ...] = ()
@@ -193,8 +194,9 @@ class _QueueWriter:
             if self.how.host:
                 yield Queued(HOST)
             yield from (self._run(axis, str(action)) for axis in self.how.passes)
-            if self.how.ring:
-                yield from self._at_once("cp", str(action))
+        for axis in self.how.rings:
+            if kind != "W" or axis == "tp":
+                yield from self._at_once(axis, str(action))
         if kind == ("W" if self.splits else "B") and self.how.data:
             if self.how.zero >= 2:
                 yield from self._at_once("dp", "sum")

@@ -18,7 +18,7 @@ import autoptd
 from autoptd.checkpoint.huggingface import INDEX, ONE, Weights, export
 from autoptd.cli.main import main
 from autoptd.errors import CheckpointError, ModelError
-from autoptd.ops.tp_axis import own_slice
+from autoptd.ops.axis.slices import own_slice
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.testing.parity import train_in_lockstep
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoptd.layout.placements import B, Split
 from autoptd.layout.regions import regions
-from autoptd.ops.tp_axis import own_slice
+from autoptd.ops.axis.slices import own_slice
 
 
 @st.composite

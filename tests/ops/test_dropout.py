@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from autoptd.ops import dropout as randomness
+from autoptd.ops.axis.slices import Slice, own_slice
 from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
 from autoptd.ops.group import SingleRankGroup
-from autoptd.ops.tp_axis import Axis, Slice, own_slice
+from autoptd.ops.tp_axis import Axis
 
 CPU = torch.device("cpu")
 

@@ -54,6 +54,12 @@ def test_compiled_blocks_train_like_one_process() -> None:
         assert train_in_lockstep(made, batches(name)).losses == found.losses
 
 
+def test_products_around_the_ring_stay_outside() -> None:
+    how = replace(BULK, overlap=("p2p", "tp"), gathers="again")
+    found = train_in_lockstep(of("gpt2", Mesh(1, 2, 1), how), batches("gpt2"))
+    assert graphs() and not complaints("gpt2", found, alone("gpt2", "sgd", None))
+
+
 def test_parts_are_compiled_with_the_block_that_calls_them() -> None:
     """Graphs do not end between parts, and layers share them."""
     counted, variant = list[int](), replace(BULK, recompute="selective")

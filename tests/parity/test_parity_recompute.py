@@ -196,9 +196,9 @@ def source(name: str) -> TracedModel:
     return read_model(model, inputs=given, loss=None, seq=None, precision="fp32", progress=Silent())
 
 
-def made_for(name: str, tp: int, policy: str, cp: int = 1, gathers: str = "kept") -> Parallel:
+def made_for(name: str, tp: int, policy: str, cp: int = 1, **how: Any) -> Parallel:
     origin = source(name)
-    constraints = {"dp": 1, "cp": cp, "tp": tp, "pp": 1, "micro": 2, "recompute": policy, "gathers": gathers}
+    constraints = {"dp": 1, "cp": cp, "tp": tp, "pp": 1, "micro": 2, "recompute": policy, **how}
     plan = make_plan(
         origin,
         world=tp * cp,

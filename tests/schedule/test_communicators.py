@@ -32,7 +32,7 @@ WAYS: Mapping[str, Communicates] = {
     "messages": Communicates(),
     "dp, zero 0": Communicates(data=True, zero=0, counts=True),
     "dp, tp": Communicates(("tp",), data=True, counts=True),
-    "zero 2, cp": Communicates(("tp",), ring=True, data=True, zero=2, counts=True),
+    "zero 2, cp": Communicates(("tp",), rings=("cp", "tp"), data=True, zero=2, counts=True),
     "zero 3, ep": Communicates(("tp", "ep"), data=True, zero=3, host=True, counts=True),
     "sums over dp": Communicates(("dp",), data=True, counts=True),
 }

@@ -150,7 +150,7 @@ def test_gathering_again_takes_as_long_as_gathering(traced: autoptd.TracedModel)
 @pytest.mark.parametrize(
     ("fix", "reason"),
     [
-        ({"overlap": ["p2p", "tp"]}, "overlap of p2p, tp"),
+        ({"overlap": ["tp"]}, "overlap of tp"),
         ({"overlap": []}, "overlap of nothing"),
         ({"kernels": "fused"}, "fused kernels"),
         ({"attention": "cudnn"}, "cudnn attention"),

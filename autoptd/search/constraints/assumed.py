@@ -10,7 +10,12 @@ from typing import Any
 
 ASSUMABLE = ("attention", "dispatch", "fp8", "gradients", "kernels", "overlap", "permutation")
 SYSTEM_NAMES = ("megatron", "nemo", "torchtitan")  # `systems.SYSTEMS`
-_RUN = {"dp", "p2p"}, {"p2p"}  # sets of communication that the runtime can overlap with compute
+_RUN = (
+    {"p2p"},
+    {"dp", "p2p"},
+    {"p2p", "tp"},
+    {"dp", "p2p", "tp"},
+)  # sets of communication that the runtime can overlap with compute
 
 
 def only_predicted(name: str, value: object) -> bool:

@@ -168,6 +168,8 @@ def read_constraints(fix: Mapping[str, Any] | None, assume: Mapping[str, Any] | 
             )
     method = _read_method(fix, "assume['overlap']" if "overlap" in given else "fix['overlap']")
     _check_pairs(fix)
+    if method.rings:
+        _check_rings(fix)
     return Constraints(
         {n: fix[n] for n in _SEARCHED if n in fix},
         _read_splits(fix.get("splits", {})),
@@ -268,6 +270,8 @@ def _read_method(fix: Mapping[str, Any], overlap_at: str) -> SearchOptions:
     if chunks is not None:
         given.setdefault("virtual", chunks)
     method = SearchOptions(**given)
+    if method.rings:
+        method = replace(method, policies=tuple(p for p in method.policies if p != "ops"))
     searched = chunks is None and "virtual" not in fix
     if (method.virtual == 1 if chunks is None else method.virtual != chunks) and not searched:
         raise PlanError(
@@ -277,6 +281,24 @@ def _read_method(fix: Mapping[str, Any], overlap_at: str) -> SearchOptions:
             "all others have 1",
         )
     return method
+
+
+def _check_rings(fix: Mapping[str, Any]) -> None:
+    """Raise PlanError for what leaves nothing to take apart around the ring of tp."""
+    if fix.get("sequence_parallel") is False:
+        raise PlanError(
+            "without sequence parallelism tp has sums, which nothing overlaps: a program takes apart gathers before "
+            "products, and sums of products that are scattered",
+            where="fix['overlap']",
+            fix="leave tp out of overlap, or sequence_parallel out",
+        )
+    if fix.get("recompute") == "ops":
+        raise PlanError(
+            "recompute 'ops' keeps some products of a gathered tensor and not others, but overlap of tp makes them "
+            "together",
+            where="fix['recompute']",
+            fix="leave tp out of overlap, or choose another policy: 'none', 'selective' or 'full'",
+        )
 
 
 def _check_pairs(fix: Mapping[str, Any]) -> None:

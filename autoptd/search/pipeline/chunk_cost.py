@@ -19,7 +19,6 @@ from functools import cached_property
 import torch
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.memory import Memory, accumulation_bytes, model_state
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.host_memory import host_state_bytes
@@ -31,7 +30,7 @@ from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held, block_peak
 from autoptd.search.sharding.dispatch_cost import dispatched_s
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
-from autoptd.search.sharding.kind_cost import KindCost, exposed_s, price
+from autoptd.search.sharding.kind_cost import KindCost, TpSeconds, exposed_s, price, tp_seconds
 from autoptd.search.step_end.costs import StepEnd
 
 _CLASSES = 8  # most buffers of a stage: parameters of one dtype, placement and set of stages share one
@@ -126,7 +125,7 @@ class ChunkCosts(StepEnd):
             return nbytes / host.to_bytes_per_s, nbytes / host.from_bytes_per_s
         cost = self.cost(segment)
         if policy not in cost.policy_s:  # the whole forward pass, with the gathers that backward would repeat
-            return 0.0, self.segment(segment).forward_s - self._statistics_s(cost) - self._regather_s(cost)
+            return 0.0, self.segment(segment).forward_s - self._statistics_s(cost) - self._tp(cost).again_s
         attends = any(work.attends for work in cost.work.recomputed[policy])
         return 0.0, cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
 
@@ -155,8 +154,9 @@ class ChunkCosts(StepEnd):
             sent_s = (self._dispatch_s(cost, compute_s) for compute_s in (compute_f, compute_b))
             context_f, context_b = (x + y for x, y in zip(self._context_s(cost), sent_s, strict=True))
             context_f += self._counts_s(cost)
-            tp_f = self._exposed_tp_s(cost.forward_comm_s, compute_f) + context_f
-            tp_b = self._exposed_tp_s(cost.backward_comm_s, compute_b) + context_b + self._regather_s(cost)
+            tp = self._tp(cost)
+            tp_f, tp_b = tp.forward_s + context_f, tp.backward_s + context_b + tp.again_s
+            compute_f, compute_b = compute_f + tp.slower_s[0], compute_b + tp.slower_s[1]
             dp = self._statistics_s(cost)
             forward_s, backward_s = compute_f + tp_f + dp, compute_b + tp_b + dp
             self._passes[kind] = ChunkCost(forward_s, backward_s, 0.0, tp_f, tp_b, cost.weight_s, 2 * dp)
@@ -167,24 +167,8 @@ class ChunkCosts(StepEnd):
         c = self.candidate
         return sum(self._collective_s("all_reduce", n, c.dp, c.tp * c.cp) for n in cost.work.statistics if c.dp > 1)
 
-    def _exposed_tp_s(self, comm_s: float, compute_s: float) -> float:
-        pieces = self.candidate.tp if "tp" in self.method.overlap else 1
-        return exposed_s(comm_s, compute_s, pieces) if pieces > 1 else comm_s
-
-    def _regather_s(self, cost: KindCost) -> float:
-        """Return the exposed seconds of gathering again, in backward, what tp gathered for products.
-
-        The emitted program waits for it. By hand it is beside the product of the input's gradient, as in Megatron-LM
-        (Korthikanti et al. 2022, section 4.2.2)."""
-        c, method = self.candidate, self.method
-        if method.gathers != "again" or c.tp == 1:
-            return 0.0
-        gathered = (n for name, n in cost.work.forward_collectives if name == "all_gather")
-        again_s = sum(collective_s("all_gather", n, self.cluster, c.tp, 1, self.tensors.world) for n in gathered)
-        compute_s = cost.backward_s - cost.backward_comm_s
-        if method.kernels == "fused":
-            return max(0.0, again_s - (compute_s - cost.weight_s))
-        return self._exposed_tp_s(again_s, compute_s) if again_s else 0.0
+    def _tp(self, cost: KindCost) -> TpSeconds:
+        return tp_seconds(cost, self.method, self.cluster, self.candidate.tp, self.tensors.world)
 
     def _context_s(self, cost: KindCost) -> tuple[float, float]:
         """Return exposed seconds (forward, backward) of cp communication.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from autoptd.cost_models.cluster import Cluster, Device
 from autoptd.cost_models.collectives import collective_s
 from autoptd.cost_models.op_time import OpWork, op_s
+from autoptd.layout.execution import ExecutionOptions
 
 Works = tuple[OpWork, ...]
 Collectives = tuple[tuple[str, int], ...]  # (name, bytes of the whole tensor)
@@ -31,6 +32,19 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class RingWork:
+    """A collective of tp that can be taken apart beside products (`passes/sharding/ring_products.py`).
+
+    `collectives`: in forward and in backward; `products`: beside each; `copies`: of what they make, into place.
+    """
+
+    collectives: tuple[str, str]
+    nbytes: int
+    products: tuple[Works, Works]
+    copies: tuple[Works, Works]
+
+
+@dataclass(frozen=True)
 class KindWork:
     """Work of one microbatch. `recomputed`: policy of partial recomputation -> the forward kernels that it repeats."""
 
@@ -46,6 +60,7 @@ class KindWork:
     ring_bytes: int = 0  # keys and values that ring attention sends
     exchanged_bytes: int = 0  # queries, keys, values and results that Ulysses exchanges
     moved: tuple[Moved, ...] = ()  # rows that experts on other ranks take, and their results
+    rings: tuple[RingWork, ...] = ()
     statistics: tuple[int, ...] = ()  # bytes of each sum over the batch, all-reduced over dp in both passes
 
 
@@ -89,6 +104,17 @@ class ChunkCost:
     copies_s: float = 0.0  # of activations to the host and back
 
 
+@dataclass(frozen=True)
+class TpSeconds:
+    """Exposed seconds of tp communication in forward, in backward, and of gathering again in it; and the seconds that
+    products in parts around the ring take longer than whole ones (forward, backward)."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float = 0.0
+    slower_s: tuple[float, float] = (0.0, 0.0)
+
+
 def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindCost:
     """Return the cost of work on `ranks` adjacent tp ranks; `world`: ranks of all tp groups, 0 for one group."""
     device = cluster.device
@@ -106,6 +132,61 @@ def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindC
         attention_s=work_s(device, (w for w in work.forward if w.attends)),
         weight_s=sum(op_s(device, w) for w in work.weights),
     )
+
+
+def tp_seconds(cost: KindCost, method: ExecutionOptions, cluster: Cluster, ranks: int, world: int = 0) -> TpSeconds:
+    """Return what tp communication adds to the passes of a segment, under the options of an execution.
+
+    The emitted program waits for what it gathers again. By hand that is beside the product of the input's gradient, as
+    in Megatron-LM (Korthikanti et al. 2022, section 4.2.2).
+    """
+    again = method.gathers == "again" and ranks > 1
+    gathered = [n for name, n in cost.work.forward_collectives if name == "all_gather" and again]
+    forward_s, backward_s = cost.forward_comm_s, cost.backward_comm_s
+    again_s = sum(collective_s("all_gather", n, cluster, ranks, 1, world) for n in gathered)
+    compute_s = cost.backward_s - backward_s
+    if method.kernels == "fused":
+        again_s = max(0.0, again_s - (compute_s - cost.weight_s))
+    if method.rings:
+        hidden, slower = _rings(cost.work, cluster, ranks, world)
+        return TpSeconds(forward_s - hidden[0], backward_s - hidden[1], again_s - again * hidden[2], slower)
+    if "tp" in method.overlap and ranks > 1:
+        forward_s = exposed_s(forward_s, cost.forward_s - forward_s, ranks)
+        backward_s = exposed_s(backward_s, compute_s, ranks)
+        if again_s and method.kernels != "fused":
+            again_s = exposed_s(again_s, compute_s, ranks)
+    return TpSeconds(forward_s, backward_s, again_s)
+
+
+def _rings(
+    work: KindWork, cluster: Cluster, ranks: int, world: int
+) -> tuple[tuple[float, float, float], tuple[float, float]]:
+    """Price the products around the ring as `ranks` products of equal parts of their rows.
+
+    Returns the seconds of communication that they hide in forward, in backward and of what is gathered again, and the
+    seconds that they take longer in forward and in backward. All messages take as long as the collective; one of the
+    parts is exposed, as before the first of a pipeline. What is gathered again travels beside the same products as the
+    gradients of what was gathered.
+    """
+    device = cluster.device
+    hidden, slower = [0.0, 0.0, 0.0], [0.0, 0.0]
+    for ring in work.rings:
+        comm = [collective_s(name, ring.nbytes, cluster, ranks, 1, world) for name in ring.collectives]
+        for i, (products, copies) in enumerate(zip(ring.products, ring.copies, strict=True)):
+            whole_s = sum(op_s(device, product) for product in products)
+            parts_s = sum(ranks * op_s(device, _part(product, ranks)) for product in products)
+            exposed = exposed_s(comm[i], parts_s, ranks)
+            hidden[i] += comm[i] - exposed
+            slower[i] += max(0.0, parts_s - whole_s) + sum(op_s(device, copy) for copy in copies)
+            if i == 1 and ring.collectives[0] == "all_gather":
+                hidden[2] += comm[0] + exposed - exposed_s(comm[0] + comm[1], parts_s, ranks)
+    return (hidden[0], hidden[1], hidden[2]), (slower[0], slower[1])
+
+
+def _part(product: OpWork, parts: int) -> OpWork:
+    """Return one of equal parts of a product's rows."""
+    rows = None if product.m is None else max(1, product.m // parts)
+    return replace(product, flops=product.flops / parts, nbytes=product.nbytes / parts, m=rows)
 
 
 def floor_s(work: KindWork, device: Device, ranks: int) -> float:

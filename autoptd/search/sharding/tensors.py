@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from autoptd.ops import library as ops
 from autoptd.passes.analysis.heads import heads_of
 from autoptd.passes.analysis.liveness import Peak
 from autoptd.passes.fold import Segment
-from autoptd.passes.graph import infos, operands
+from autoptd.passes.graph import info, infos, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.ring_products import ring_products
 from autoptd.passes.sharding.sharding import (
     KindSharding,
     Sharding,
@@ -30,7 +31,7 @@ from autoptd.search.sharding.build import SplitNumbers
 from autoptd.search.sharding.cost import chunked_works
 from autoptd.search.sharding.expert_work import spread
 from autoptd.search.sharding.ilp import solve_splits
-from autoptd.search.sharding.kind_cost import KindCost, KindWork, price
+from autoptd.search.sharding.kind_cost import KindCost, KindWork, RingWork, Works, price
 from autoptd.search.sharding.moved_rows import moved_rows
 from autoptd.search.sharding.problem import Scope, SplitSolution
 
@@ -168,12 +169,43 @@ class Tensors(SplitNumbers):
             ring_bytes=ring,
             exchanged_bytes=ring + exchanged,
             moved=moved_rows(self, segment, decided),
+            rings=tuple(self._ring_works(segment, decided)),
             statistics=tuple(
                 self.nbytes(infos(node)[0], decided.strategies[i].gives[0])
                 for i, node in ops_of(segment)
                 if node.target is ops.sum_over_batch
             ),
         )
+
+    def _ring_works(self, segment: Segment, decided: KindSharding) -> Iterator[RingWork]:
+        """Yield the collectives that products can take apart."""
+        placed = {segment.nodes[i]: strategy for i, strategy in decided.strategies.items()}
+        found = ring_products(segment, decided)
+        for gather in found.gathers:
+            made = sum(self.nbytes(info(node), placed[node].gives[0]) for node in gather.products)
+            names = "all_gather", "reduce_scatter"
+            yield RingWork(
+                names, self.nbytes(info(gather.tensor)), self._passes(gather.products, placed), (self._copy(made), ())
+            )
+        for scatter in found.scatters:
+            node = scatter.product
+            made = self.nbytes(info(operands(node)[0]), placed[node].needs[0])
+            names = "reduce_scatter", "all_gather"
+            yield RingWork(names, self.nbytes(info(node)), self._passes((node,), placed), ((), self._copy(made)))
+
+    def _passes(self, products: Sequence[fx.Node], placed: Mapping[fx.Node, Strategy]) -> tuple[Works, Works]:
+        """Return the products of forward, and those of backward for gradients of inputs."""
+        forward, backward = list[OpWork](), list[OpWork]()
+        for node in products:
+            both = self.kernels(node, placed[node])
+            weights = self._weight_works(node, both[1])
+            forward += both[0]
+            backward += [work for work in both[1] if work.kind == "matmul" and work not in weights]
+        return tuple(forward), tuple(backward)
+
+    def _copy(self, nbytes: int) -> Works:
+        """Return the kernels that put products of each rank's rows in place."""
+        return (OpWork("memory", 0, 2 * nbytes, "bf16", launches=self.ranks),)
 
     def _weight_works(self, node: fx.Node, backward: Sequence[OpWork]) -> list[OpWork]:
         """Return the products of a backward pass that compute parameter gradients: one for each trained operand."""

@@ -28,7 +28,7 @@ from autoptd.compile.program import emission_options, make_program, read_shardin
 from autoptd.compile.traced import TracedModel
 from autoptd.layout.layout import Layout
 from autoptd.layout.placements import BP, Broadcast, PartialSum, Placement, Split
-from autoptd.ops.tp_axis import from_slices
+from autoptd.ops.axis.slices import from_slices
 from autoptd.passes.graph import module_path, op_name
 from autoptd.plans.model import Plan
 from autoptd.verification.keyed import Draw

@@ -45,6 +45,11 @@ WAYS: Mapping[str, tuple[Mesh, Mapping[str, Any]]] = {
     "both on the host": (Mesh(2, 1, 2), {"offload": 1.0, "recompute": "offload", "schedule": "zero-bubble"}),
     "gathered again": (Mesh(1, 2), {"gathers": "again"}),
     "narrow gradients": (Mesh(2), {"gradients": "compute", "zero": 2}),
+    "products around the ring": (Mesh(2, 2), {"overlap": ["p2p", "tp"], "zero": 3}),
+    "products around the ring, gathered again": (
+        Mesh(1, 2, 2),
+        {"overlap": ["p2p", "tp"], "gathers": "again", "schedule": "zero-bubble"},
+    ),
     "loss in place": (Mesh(2, 2), {"loss": "in_place"}),
     "ring": (Mesh(cp=2), {}),
     "ring, recomputed": (Mesh(2, cp=2), {"zero": 3, "recompute": "full"}),

@@ -1,4 +1,5 @@
-"""The line of a head that is computed in chunks of the vocabulary: its product, and its loss."""
+"""Lines that join several ops, or an op and a conversion: a head in chunks of the vocabulary, with its product and its
+loss; products around the ring of tp, with what is gathered for them or scattered after them."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ import torch
 from torch import fx
 
 from autoptd.codegen.expressions import SourceText, call_text
+from autoptd.codegen.lines import conversion_args, conversion_note
 from autoptd.codegen.names import read_by
-from autoptd.layout.placements import Placement
+from autoptd.layout.placements import BP, P, Placement
 from autoptd.passes.analysis.heads import LOSSES, Head
 from autoptd.passes.graph import info, op_call, operands
 from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.ring_products import RingGather, RingScatter
 
 _OPTIONS = (("ignore_index", -100), ("label_smoothing", 0.0))  # of a loss, behind logits and labels
 
 
-class HeadWriter(Protocol):
-    """The parts of a `Body` that a head needs."""
+class LineWriter(Protocol):
+    """The parts of a `Body` that a line needs."""
 
     def read(self, node: fx.Node, given: Placement, needed: Placement) -> str: ...
 
@@ -36,7 +39,7 @@ def line_reads(node: fx.Node, head: Head | None) -> Iterator[fx.Node]:
 
 
 def head_text(
-    body: HeadWriter, head: Head, strategies: Mapping[fx.Node, Strategy], given: Mapping[fx.Node, Placement]
+    body: LineWriter, head: Head, strategies: Mapping[fx.Node, Strategy], given: Mapping[fx.Node, Placement]
 ) -> str:
     """Return the expression of a head and its loss, on local tensors."""
     product, loss = strategies[head.linear], strategies[head.loss]
@@ -54,3 +57,33 @@ def head_text(
     text = call_text(f"ops.{function.__name__}", (x, weight, labels, *bias), options)
     result = info(head.loss).dtype
     return text if result == head.computed_in else f"{text}.to({result})"
+
+
+def gathered_text(
+    body: LineWriter, gather: RingGather, strategies: Mapping[fx.Node, Strategy], given: Mapping[fx.Node, Placement]
+) -> str:
+    """Return the products of a gathered tensor as one call, with its comment."""
+    x = body.read(gather.tensor, given[gather.tensor], gather.source)
+    columns = []
+    for node in gather.products:
+        reads = zip(operands(node)[1:], strategies[node].needs[1:], strict=True)
+        weight, *bias = (SourceText(body.read(o, given[o], p)) for o, p in reads)
+        columns.append((weight, bias[0] if bias else None))
+    weights, biases = zip(*columns, strict=True)
+    args = [*conversion_args(gather.source, BP), *(["again=True"] if gather.again else [])]
+    if len(columns) == 1:
+        given_texts = [weights[0], *(b for b in biases if b is not None)]
+        function = "gather_linear"
+    else:
+        given_texts = [f"[{', '.join(weights)}]"]
+        given_texts += [f"[{', '.join(map(str, biases))}]"] if any(biases) else []
+        function = "gather_linears"
+    return f"tp.{function}({', '.join([x, *given_texts, *args])})  # {conversion_note(gather.source, BP, True)}"
+
+
+def scattered_text(product: str, scatter: RingScatter) -> str:
+    """Return `F.linear(x, w)` and the conversion of its result as one call, with its comment."""
+    given = product.removeprefix("F.linear(").removesuffix(")")
+    args = ", ".join([given, *conversion_args(P, scatter.target)])
+    note = conversion_note(P, scatter.target, info(scatter.product).requires_grad)
+    return f"tp.linear_scatter({args})  # {note}"

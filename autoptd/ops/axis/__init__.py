@@ -1,0 +1,1 @@
+"""Parts of the axes: slices of a dim by rank, messages around a ring, and products beside them."""

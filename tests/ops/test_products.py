@@ -1,0 +1,185 @@
+"""Products around the ring of tp: values and every gradient of the conversions and products that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoptd.layout.mesh import Mesh
+from autoptd.ops.axis import products, ring
+from autoptd.ops.axis.slices import own_slice
+from autoptd.ops.group import Group
+from autoptd.ops.tp_axis import Axis
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.runtime.split_backward import backward_inputs
+
+WIDTH = 6
+SPLITS = [(1, 1), (1, 2), (0, 1), (-2, 1)]  # dim, groups
+Products = Callable[[Axis, list[Tensor], tuple[int, int]], tuple[Tensor, ...]]
+
+
+def apart(tp: Axis, given: list[Tensor], split: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The conversions and products one after another."""
+    x, y, first, second, third, bias, partial = given
+    whole = tp.all_gather(x, *split)
+    both = F.linear(whole, first, bias), F.linear(whole, second.t())
+    return (*both, tp.reduce_scatter(F.linear(y, third, partial), *split))
+
+
+def around(tp: Axis, given: list[Tensor], split: tuple[int, int], again: bool = False) -> tuple[Tensor, ...]:
+    x, y, first, second, third, bias, partial = given
+    how = {"dim": split[0], "groups": split[1]}
+    both = tp.gather_linears(x, [first, second.t()], [bias, None], **how, again=again)
+    return (*both, tp.linear_scatter(y, third, partial, **how))
+
+
+def again(tp: Axis, given: list[Tensor], split: tuple[int, int]) -> tuple[Tensor, ...]:
+    return around(tp, given, split, again=True)
+
+
+def operands(rank: int, size: int, split: tuple[int, int]) -> list[Tensor]:
+    """Return x, y, three weights, a bias and a partial one, of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [(4, 12, WIDTH), (4, 24, 5), (3, WIDTH), (WIDTH, 2), (7, 5), (3,), (7,)]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in sizes]
+    made[0] = own_slice(torch.randn(4, 24, WIDTH, generator=generator, dtype=torch.float64), *split, size, rank)
+    return [x.contiguous().requires_grad_() for x in made]
+
+
+def results(function: Products, size: int, split: tuple[int, int]) -> list[list[Tensor]]:
+    """Return the values and gradients of each rank."""
+
+    def body(c: Communicators) -> list[Tensor]:
+        given = operands(c.tp.rank, size, split)
+        found = function(Axis(c.tp), given, split)
+        generator = torch.Generator().manual_seed(10 + c.tp.rank)
+        grads = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in found]
+        torch.autograd.backward(found, grads)
+        return [x.detach() for x in found] + [x.grad for x in given if x.grad is not None]
+
+    return run_lockstep(Mesh(tp=size), body)
+
+
+def check(size: int, split: tuple[int, int], function: Products = around) -> None:
+    found, expected = results(function, size, split), results(apart, size, split)
+    assert all(len(mine) == 10 for mine in expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("function", [around, again])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_products_around_the_ring_are_those_apart(size: int, split: tuple[int, int], function: Products) -> None:
+    check(size, split, function)
+
+
+def test_frozen_operands_take_no_gradient() -> None:
+    def body(c: Communicators) -> None:
+        tp = Axis(c.tp)
+        x, y, first, _, third, bias, partial = operands(c.tp.rank, 2, (1, 1))
+        for frozen in (first, third):
+            frozen.requires_grad_(False)
+        out = tp.gather_linear(x, first, bias, dim=1)
+        saved = [t for t in out.grad_fn.saved_tensors if t is not None]  # type: ignore[union-attr]
+        assert [t.data_ptr() for t in saved] == [first.data_ptr()]  # nothing gathered is kept
+        tp.linear_scatter(y.detach(), third, partial, dim=1).sum().backward()
+        out.sum().backward()
+        assert first.grad is third.grad is y.grad is None
+        assert all(t.grad is not None for t in (x, bias, partial))
+        with torch.no_grad():
+            assert not tp.gather_linear(x, first, bias, dim=1).requires_grad
+
+    run_lockstep(Mesh(tp=2), body)
+
+
+def test_what_is_kept_of_the_gathered_tensor() -> None:
+    def body(c: Communicators) -> None:
+        tp = Axis(c.tp)
+        x, _, first, *_ = operands(c.tp.rank, 2, (1, 1))
+        for again, kept in ((False, 2 * x.numel()), (True, x.numel())):
+            out = tp.gather_linear(x, first, dim=1, again=again)
+            assert out.grad_fn.saved_tensors[0].numel() == kept  # type: ignore[union-attr]
+
+    run_lockstep(Mesh(tp=2), body)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_split_backward_pass_leaves_weights_for_later(again: bool) -> None:
+    def body(c: Communicators) -> None:
+        tp = Axis(c.tp)
+        x, _, first, second, third, bias, partial = operands(c.tp.rank, 2, (1, 1))
+        received = x.detach().requires_grad_()
+        parameters = (first, second, third, bias, partial)
+        grads = []
+        for split in (False, True):
+            inner = torch.cat(
+                tp.gather_linears(received * 1, [first, second.t()], [bias, None], dim=1, again=again), -1
+            )
+            out = tp.linear_scatter(inner, third, partial, dim=1)
+            if split:
+                later = backward_inputs([(out, torch.ones_like(out))], [received])
+                assert received.grad is not None and all(p.grad is None for p in parameters)
+                later()
+            else:
+                out.sum().backward()
+            grads.append([p.grad for p in (received, *parameters)])
+            for p in (received, *parameters):
+                p.grad = None
+        for whole, in_parts in zip(*grads, strict=True):
+            torch.testing.assert_close(in_parts, whole, rtol=0, atol=1e-13)
+
+    run_lockstep(Mesh(tp=2), body)
+
+
+def test_sums_are_in_the_order_of_the_ring() -> None:
+    """1e16 swallows a 1 that is added to it: the sum of each rank's rows tells the order."""
+
+    def body(c: Communicators) -> list[float]:
+        rank = c.tp.rank
+        values = torch.tensor([1e16, 1.0, -1e16, 1.0], dtype=torch.float64)
+        return ring.summed_around(c.tp, lambda _: values[rank : rank + 1].clone()).tolist()
+
+    found = [x for (x,) in run_lockstep(Mesh(tp=4), body)]
+    values = [1e16, 1.0, -1e16, 1.0]
+    expected = []
+    for rank in range(4):
+        total = values[(rank + 1) % 4]
+        for step in range(2, 5):
+            total += values[(rank + step) % 4]
+        expected.append(total)
+    assert found == expected and len(set(found)) > 1
+
+
+def _previous_chunk(group: Group, part: Callable[[int], Tensor]) -> Tensor:
+    return SUMMED(group, lambda rank: part((rank - 1) % group.size))
+
+
+def _misses_the_last(grad: Tensor, x: Tensor) -> Tensor:
+    return grad[:, :-1].flatten(0, -2).t() @ x[:, :-1].flatten(0, -2)
+
+
+def _too_few(grad: Tensor) -> Tensor:
+    return grad.flatten(0, -2)[:-1].sum(0)
+
+
+SUMMED = ring.summed_around
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        pytest.param("summed_around", _previous_chunk, marks=pytest.mark.fault("a chunk off by one")),
+        pytest.param("_to_weight", _misses_the_last, marks=pytest.mark.fault("the last chunk missed")),
+        pytest.param("_to_bias", _too_few, marks=pytest.mark.fault("the last chunk missed")),
+    ],
+)
+def test_a_planted_fault_is_seen(name: str, planted: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, name, planted)
+    with pytest.raises(AssertionError):
+        check(2, (1, 1))
