@@ -152,7 +152,7 @@ class ScheduleGraph:
             ends[before] + more * sum(self.route.of(totals, rank)) + tails[after]
             for rank, before, after in self.crossings
         ]
-        found, longest_s = [], max(long_s)
+        found, longest_s = list[tuple[float, PathWeights]](), max(long_s)
         for seconds_s, (rank, before, after) in zip(long_s, self.crossings, strict=True):
             if every or (seconds_s == longest_s and not found):
                 path = self._weights([*_followed(before, origins), *_followed(after, followers)])
