@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import chain
 
 import numpy as np
 
+from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.lp_bound import Blocks, LeastBound, Pipeline, Prices, groups_of, relaxed_bound
 from autoptd.search.pipeline.windows import Floats
 
 _KEPT = 6  # prices for each number of groups
+Kinds = Collection[tuple[str, int]]  # schedules and their numbers of chunks
 _PROOF = 1e-6  # of the prices of memory: a smaller value may be a rounding error
 
 
@@ -48,6 +50,35 @@ class MemoryPrices:
         if found.prices is not None:
             known.append(found.prices)
         return found
+
+
+class FamilyBounds:
+    """Bounds of the passes of families of candidates, from the program of the one that takes least memory."""
+
+    def __init__(self, solve: Callable[[Candidate, Kinds, float], float]) -> None:
+        """`solve`: returns a bound of the passes of a candidate under any of these schedules, or one that reaches a
+        limit."""
+        self._solve = solve
+        self._members: dict[Hashable, list[Candidate]] = {}
+        self._found: dict[tuple[Hashable, float], tuple[float, float]] = {}  # bounds, and what they had to reach
+
+    def add(self, c: Candidate) -> None:
+        """Add a candidate to its family."""
+        self._members.setdefault(c.family, []).append(c)
+
+    def known_s(self, c: Candidate, offload: float) -> float:
+        """Return what is known already to bound a candidate's family with this offload."""
+        return self._found.get((c.family, offload), (0.0, 0.0))[0]
+
+    def passes_s(self, c: Candidate, needed_s: float) -> float:
+        """Return a bound of a candidate's family with its offload; one of `needed_s` is enough."""
+        found_s, reached_s = self._found.get((c.family, c.offload), (0.0, 0.0))
+        if reached_s <= found_s < needed_s:  # else it is the least
+            members = self._members[c.plain_memory.family]
+            lightest = c if c.zero > 1 else c._replace(zero=max(m.zero for m in members), shards=0)
+            found_s = self._solve(lightest, {(m.schedule, m.virtual) for m in members}, needed_s)
+            self._found[c.family, c.offload] = found_s, needed_s
+        return found_s
 
 
 def _most_s(

@@ -3,7 +3,7 @@
     candidate ──► floor: its matrix products at the device's rate
               ──► work: all work of the model on one rank, divided by the ranks
               ──► split: its tensors by the splits ILP (once per tp, cp and microbatch) ──► bound of all cuts
-              ──► family: all cuts in fractions, with the least memory of any schedule and sharding
+              ──► family: all cuts in fractions, with the least memory of any schedule, sharding and offload
               ──► contiguous: all cuts by the least seconds of each run of segments, for one chunk per rank
               ──► relaxed: all in fractions with its own memory, then with the critical paths of its schedule
               ──► measured: all cuts by the seconds of each run with the recomputation that fits, or by whole segments
@@ -18,7 +18,7 @@ The gap is measured from the least bound of the candidates that were not examine
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 
 from autoptd.errors import AutoptdError
@@ -28,7 +28,7 @@ from autoptd.search.constraints.named import read_named
 from autoptd.search.infeasible import nothing_fits
 from autoptd.search.left_behind import LeftBehind
 from autoptd.search.memory_filter import MemoryFilter
-from autoptd.search.memory_prices import MemoryPrices
+from autoptd.search.memory_prices import FamilyBounds, MemoryPrices
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
@@ -75,10 +75,9 @@ class Planner:
         )
         self._queue = CandidateQueue()
         self._sharded_state: dict[Candidate, QueueEntry] = {}  # the entries with ZeRO 1 over all ranks
-        self._families: dict[Hashable, list[Candidate]] = {}
         self._alike: dict[Hashable, dict[int, list[QueueEntry]]] = {}  # those with equal splits, by their microbatch
-        self._family_s: dict[Hashable, tuple[float, float]] = {}  # bounds of passes, and what they had to reach
         self._prices = MemoryPrices()
+        self._families = FamilyBounds(self._family_passes_s)
         self._whole: dict[Hashable, Sharded | AutoptdError] = {}  # the model's work on one rank
         self._best: Staged | None = None
         self._variants = Variants(task, self._memory)
@@ -143,7 +142,7 @@ class Planner:
             queue.add(entry := QueueEntry(c, self._bounds.floor_s(c)))
             if c.zero == 1 and not c.shards:
                 self._sharded_state[c] = entry
-            self._families.setdefault(c.family, []).append(c)
+            self._families.add(c)
             self._alike.setdefault(self._splitter.alike(c), {}).setdefault(c.micro, []).append(entry)
         while (e := queue.pop()) is not None:
             late = self._best is not None and time.monotonic() - started > self.task.time_limit_s
@@ -175,7 +174,9 @@ class Planner:
         known, e.limits = e.limits, (every or e.is_full or e.is_short, e.is_full, on_host)
         for c in self._variants.of(e.candidate, on_host) if e.limits[0] and e.limits != known else ():
             if c not in self._queue and (c.offload or every or e.is_full):
-                floor_s = max(self._bounds.floor_s(c), e.split_s if c.offload == e.candidate.offload else 0.0)
+                passes_s = 0.0 if self._best is None else self._families.known_s(c, self._variants.most_offload(c))
+                split_s = e.split_s if c.offload == e.candidate.offload else 0.0
+                floor_s = max(self._bounds.floor_s(c), self._bounds.with_end_s(c, passes_s), split_s)
                 self._queue.add(QueueEntry(c, floor_s, is_variant=e.is_varied or e.bound_s < NEVER, turn=e.turn))
 
     def _advance(self, e: QueueEntry) -> float:
@@ -237,17 +238,15 @@ class Planner:
         if self._is_dominated(e):
             e.step = len(self._steps)
             return e.bound_s
-        key, needed_s = (c.family, c.offload), self._passes_to_beat_s(c)
-        found_s, reached_s = self._family_s.get(key, (0.0, 0.0))
-        if reached_s <= found_s < needed_s:  # else it is the least
-            members = self._families[c.plain_memory.family]
-            lightest = c if c.zero > 1 else c._replace(zero=max(m.zero for m in members), shards=0)
-            kinds = {(m.schedule, m.virtual) for m in members}
-            found_s = self._stages(lightest).memory_bound(kinds, self._prices, needed_s).seconds
-            self._family_s[key] = found_s, needed_s
-        e.passes_s = max(e.passes_s, found_s)
+        needed_s = self._passes_to_beat_s(c)
+        for offload in dict.fromkeys((self._variants.most_offload(c), c.offload)):  # the first excludes all at once
+            if e.passes_s < needed_s:
+                e.passes_s = max(e.passes_s, self._families.passes_s(c._replace(offload=offload), needed_s))
         e.is_short = self._bounds.with_end_s(c, e.passes_s) > e.bound_s
         return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
+
+    def _family_passes_s(self, lightest: Candidate, kinds: Collection[tuple[str, int]], needed_s: float) -> float:
+        return self._stages(lightest).memory_bound(kinds, self._prices, needed_s).seconds
 
     def _bound_contiguous(self, e: QueueEntry) -> float:
         """Bound all cuts that respect segments, by the least seconds of each run of them."""

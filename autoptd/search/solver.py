@@ -212,7 +212,8 @@ def _rounded(program: IntegerProgram, values: Sequence[float]) -> tuple[float, .
 
 def _optimal(program: IntegerProgram, found: Sequence[float]) -> Outcome:
     values = _rounded(program, found)
-    return Outcome("optimal", values, program.cost_of(values), program.cost_of(values), "")
+    cost = program.cost_of(values)
+    return Outcome("optimal", values, cost, cost, "")
 
 
 def _is_whole(program: IntegerProgram, values: Sequence[float]) -> bool:

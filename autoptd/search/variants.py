@@ -44,6 +44,10 @@ class Variants:
         if on_host:
             yield from self.on_host([c])
 
+    def most_offload(self, c: Candidate) -> float:
+        """Return the share of the optimizer state in host memory that no variant of a candidate exceeds."""
+        return SHARES[-1] if self._offloads and c.zero < 3 else c.offload
+
     def on_host(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return the variants of candidates that may keep activations in host memory."""
         moved = [c for c in candidates if self._moves_activations and c.recompute == AUTO and not c.memory_saving]

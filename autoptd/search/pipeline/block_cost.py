@@ -13,7 +13,7 @@ import numpy as np
 
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST
 from autoptd.schedule import Alive
-from autoptd.search.meshes import AUTO, OFFLOAD, WITH_HOST
+from autoptd.search.meshes import AUTO, OFFLOAD, WITH_HOST, Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
 from autoptd.search.pipeline.recompute_options import RecomputeFront, RecomputeOption, RecomputeOptions, undominated
 from autoptd.search.pipeline.stage_parameters import block_peak, block_pinned
@@ -36,6 +36,12 @@ class BlockCosts:
         self._options: dict[tuple[Kinds, bool], RecomputeOptions] = {}
         self.fronts: dict[RankKey, RecomputeFront] = {}
         self.counting_host: dict[RankKey, RecomputeFront] = {}  # the same where host memory is a limit
+        self._least_s: dict[Candidate, dict[tuple[int, ...], tuple[float, float, float, float]]] = {}
+
+    def least_s(self, c: Candidate) -> dict[tuple[int, ...], tuple[float, float, float, float]]:
+        """Return the least seconds of runs of segments (forward, backward, weights' gradients, reduction), as far as
+        they are worked out. Neither schedule nor offload changes them."""
+        return self._least_s.setdefault(c._replace(schedule="", virtual=1, offload=0.0), {})
 
     def within(self, first: int, last: int) -> Iterator[tuple[int, ...]]:
         """Yield the segments of each block of a stage, or of the part of it inside the stage."""

@@ -74,6 +74,7 @@ class StageCost:
         self.limit = math.inf if ignored else device.memory_bytes * (1 - self.method.headroom)
         self.host_limit = math.inf if ignored or host_bytes is None else host_bytes * (1 - self.method.headroom)
         self.rough = False
+        self._least_s = blocks.least_s(self.candidate)
         self._keys: dict[tuple[int, int], _Key] = {}
         self._known: dict[tuple[bool, tuple[int, ...]], _Key] = {}
         self._spans: dict[_Key, SegmentRange] = {}
@@ -348,12 +349,10 @@ class StageCost:
         return [self._part((self._firsts[name],), options[name]) for name in self.segment_names]
 
     def _part(self, run: tuple[int, ...], options: Sequence[tuple[float, float, float]]) -> BlockOptions:
-        singles = [self._singles[i] for i in run]
-        return BlockOptions(
-            sum(part.forward_s for part in singles),
-            sum(part.backward_s for part in singles),
-            sum(part.weight_s for part in singles),
-            sum(self._reductions_s[i] for i in run),
-            float(sum(self.state[i] for i in run)),
-            tuple(options[:1] if self.limit == math.inf else options),
-        )
+        if run not in self._least_s:
+            singles = [self._singles[i] for i in run]
+            forward_s, backward_s = sum(part.forward_s for part in singles), sum(part.backward_s for part in singles)
+            weight_s, reduce_s = sum(part.weight_s for part in singles), sum(self._reductions_s[i] for i in run)
+            self._least_s[run] = forward_s, backward_s, weight_s, reduce_s
+        state = float(sum(self.state[i] for i in run))
+        return BlockOptions(*self._least_s[run], state, tuple(options[:1] if self.limit == math.inf else options))
