@@ -214,7 +214,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "communicators in a circle": "ranks queue collectives or messages each waiting for a later one of the other",
     },
     "tensor parallel": {
-        "a chunk off by one": "a product around the ring takes another rank's rows, or adds a bias of each rank",
+        "a chunk off by one": "a product around the ring takes another rank's rows",
         "the last chunk missed": "the gradient of a weight, or of its bias, lacks the rows that arrive last",
         "a bias on every rank": "the bias of a row-split product is added once per rank",
         "a norm's gradient not summed": "norms and biases over a split sequence keep their own rank's partial value",

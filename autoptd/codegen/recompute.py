@@ -124,7 +124,7 @@ def _with_gathers(segments: Sequence[Segment], sharding: Sharding, chosen: Recom
 
 
 def _with_rings(segments: Sequence[Segment], sharding: Sharding, chosen: Recomputation) -> Recomputation:
-    """Take products around the ring out of the core: those of a tensor that is gathered again do that themselves."""
+    """Take products around the ring out of the core: those of a tensor that is re-gathered do that themselves."""
     found = [ring_products(segment, sharding.kinds[segment.kind]) for segment in segments]
     gathers, again = set(), set[fx.Node]()
     for gather in (g for each in found for g in each.gathers):

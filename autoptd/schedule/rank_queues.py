@@ -35,7 +35,7 @@ class Communicates:
     """Communication of a step besides messages.
 
     `passes`: axes with collectives in passes, on the current stream. `rings`: axes that passes send around the ring of;
-    those of tp may gather again in W, for gradients of weights. `data`: gradients are summed over dp; `zero`: stage.
+    those of tp may re-gather in W, for gradients of weights. `data`: gradients are summed over dp; `zero`: stage.
     `tied`: pipeline ranks that hold the same parameters, by set. `host`: passes wait on the host. `counts`: the last
     stage counts over dp.
     """

@@ -27,7 +27,7 @@ Read = tuple[fx.Node, int, Placement]  # reader, the operand's position, the pla
 
 @dataclass(frozen=True)
 class RingGather:
-    """The products of a gathered tensor. `again`: backward gathers it again."""
+    """The products of a gathered tensor. `again`: backward re-gathers it."""
 
     tensor: fx.Node
     source: Split
@@ -45,7 +45,7 @@ class RingScatter:
 
 @dataclass(frozen=True)
 class RingProducts:
-    """What a segment multiplies around the ring."""
+    """The products of a segment that can be taken apart."""
 
     gathers: tuple[RingGather, ...]
     scatters: tuple[RingScatter, ...]

@@ -171,8 +171,8 @@ def test_an_edited_line_is_seen(name: str, pattern: str, by: str, sees: str) -> 
     ("pattern", "by", "sees"),
     [
         pytest.param(
-            r"\(cp\.rank - step\) % cp\.size",
-            "(cp.rank + step) % cp.size",
+            r"\(\(owner, unpacked",
+            "(((2 * cp.rank - owner) % cp.size, unpacked",
             "loss",
             marks=pytest.mark.fault("keys of another rank"),
         ),  # keys of another rank

@@ -74,7 +74,7 @@ class RowSplit:
 
 
 class GatheredProducts(torch.autograd.Function):
-    """Products of a gathered tensor. Saves all of it, or with `again` this rank's rows, which backward gathers again.
+    """Products of a gathered tensor. Saves all of it, or with `again` this rank's rows, which backward re-gathers.
 
     The first `count` given tensors are weights, the others their biases.
     """

@@ -137,7 +137,7 @@ def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindC
 def tp_seconds(cost: KindCost, method: ExecutionOptions, cluster: Cluster, ranks: int, world: int = 0) -> TpSeconds:
     """Return what tp communication adds to the passes of a segment, under the options of an execution.
 
-    The emitted program waits for what it gathers again. By hand that is beside the product of the input's gradient, as
+    The emitted program waits for what it re-gathers. By hand that is beside the product of the input's gradient, as
     in Megatron-LM (Korthikanti et al. 2022, section 4.2.2).
     """
     again = method.gathers == "again" and ranks > 1
@@ -163,9 +163,9 @@ def _rings(
 ) -> tuple[tuple[float, float, float], tuple[float, float]]:
     """Price the products around the ring as `ranks` products of equal parts of their rows.
 
-    Returns the seconds of communication that they hide in forward, in backward and of what is gathered again, and the
+    Returns the seconds of communication that they hide in forward, in backward and of what is re-gathered, and the
     seconds that they take longer in forward and in backward. All messages take as long as the collective; one of the
-    parts is exposed, as before the first of a pipeline. What is gathered again travels beside the same products as the
+    parts is exposed, as before the first of a pipeline. What is re-gathered travels beside the same products as the
     gradients of what was gathered.
     """
     device = cluster.device

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from autoptd.layout.mesh import Mesh
-from autoptd.ops import cp_axis
+from autoptd.ops.axis import ring
 from autoptd.runtime import messages
 from autoptd.runtime.comm import process_group, processes
 from autoptd.runtime.comm.process_group import Works
@@ -76,11 +76,11 @@ def test_keys_read_before_they_come_round(monkeypatch: Patch) -> None:
     """The handles stay alive, so that memory does too."""
     kept: list[Any] = []
 
-    def wait(self: cp_axis.RingMessage) -> Any:
+    def wait(self: ring.RingMessage) -> Any:
         kept.append(self.handles)
         return self.coming
 
-    monkeypatch.setattr(cp_axis.RingMessage, "wait", wait)
+    monkeypatch.setattr(ring.RingMessage, "wait", wait)
     assert "reads what shift" in fault_of(RING, StreamRace)
 
 
