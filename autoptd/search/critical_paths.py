@@ -84,8 +84,12 @@ class ScheduleGraph:
         self.repeats = repeats
         self.early: Sequence[int] = range(len(self.passes))
         self.late: Sequence[int] = self.early
-        places = [(mine, len(mine) * (2 * k + 1) // (2 * _PLACES)) for mine in on_rank for k in range(_PLACES)]
-        self.crossings = [(rank // _PLACES, mine[n - 1], mine[n]) for rank, (mine, n) in enumerate(places) if n]
+        self.crossings = [
+            (rank, mine[n - 1], mine[n])
+            for rank, mine in enumerate(on_rank)
+            for k in range(_PLACES)
+            if (n := len(mine) * (2 * k + 1) // (2 * _PLACES))
+        ]
         if repeats:
             period = period_of(kind, ranks)
             kept = _insertion(lists, compute_lists(kind, ranks, microbatches + period, virtual), period)

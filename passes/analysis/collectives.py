@@ -37,7 +37,7 @@ def count_collectives(folded: Folded, sharding: Sharding) -> dict[str, Collectiv
 def _traffic(segment: Segment, decided: KindSharding) -> CollectiveCounts:
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
-    given = _given(segment, decided)
+    given = given_placements(segment, decided)
     for node, wanted in dict.fromkeys(_wanted(segment, decided)):
         row = conversion(given[node], wanted)
         forward.update([row.forward] if row.forward else [])
@@ -53,7 +53,7 @@ def _wanted(segment: Segment, decided: KindSharding) -> Iterator[tuple[fx.Node, 
     yield from zip(segment.sends, decided.sends, strict=True)
 
 
-def _given(segment: Segment, decided: KindSharding) -> dict[fx.Node, Placement]:
+def given_placements(segment: Segment, decided: KindSharding) -> dict[fx.Node, Placement]:
     """Return the placement in which each tensor that a segment reads is available."""
     found: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
     found |= dict(zip(segment.parameters, decided.parameters, strict=True))

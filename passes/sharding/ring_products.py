@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from autoptd.layout.placements import BP, B, P, Placement, Split
+from autoptd.passes.analysis.collectives import given_placements
 from autoptd.passes.analysis.heads import heads_of
 from autoptd.passes.fold import Segment
-from autoptd.passes.graph import info, is_getitem, operands
+from autoptd.passes.graph import info, operands
 from autoptd.passes.sharding.sharding import KindSharding, ops_of
 
 aten = torch.ops.aten
@@ -60,12 +61,12 @@ def ring_products(segment: Segment, decided: KindSharding) -> RingProducts:
         for _, node in ops_of(segment)
         if node.target is aten.linear.default and not strategies[node].implementation and node not in heads
     }
-    given, reads = _given(segment, decided), _reads(segment, decided)
+    given, reads = given_placements(segment, decided), _reads(segment, decided)
     sent = dict(zip(segment.sends, decided.sends, strict=True))
     gathers, scatters = [], []
     for tensor, source in given.items():
         whole = [(node, at) for node, at, needed in reads.get(tensor, ()) if needed == BP]
-        if not (isinstance(source, Split) and _of_rows(source, tensor) and whole and info(tensor).requires_grad):
+        if not (whole and isinstance(source, Split) and _of_rows(source, tensor) and info(tensor).requires_grad):
             continue
         readers = tuple(node for node, _ in whole)
         alone = sent.get(tensor) != BP and all(node in products and at == 0 for node, at in whole)
@@ -77,20 +78,6 @@ def ring_products(segment: Segment, decided: KindSharding) -> RingProducts:
         if isinstance(target, Split) and _of_rows(target, node):
             scatters.append(RingScatter(node, target))
     return RingProducts(tuple(gathers), tuple(scatters))
-
-
-def _given(segment: Segment, decided: KindSharding) -> dict[fx.Node, Placement]:
-    """Return the placement of each tensor of a segment where it is made, received or stored."""
-    given: dict[fx.Node, Placement] = dict.fromkeys(segment.prelude, B)
-    given |= dict(zip(segment.parameters, decided.parameters, strict=True))
-    given |= dict(zip(segment.receives, decided.receives, strict=True))
-    for i, node in ops_of(segment):
-        gives = decided.strategies[i].gives
-        if isinstance(node.meta["info"], tuple):
-            given |= {user: gives[user.args[1]] for user in node.users if is_getitem(user)}  # type: ignore[index]
-        else:
-            given[node] = gives[0]
-    return given
 
 
 def _reads(segment: Segment, decided: KindSharding) -> Mapping[fx.Node, list[Read]]:
