@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import importlib.util
 import re
 import shlex
@@ -149,15 +147,6 @@ def test_examples_print_what_the_page_shows(page: Path):
 @pytest.mark.parametrize("page", LONG, ids=named)
 def test_examples_of_long_pages_print_what_the_page_shows(page: Path):
     compare(page)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_from_other_tests() -> None:
-    """Clear what functions of the search keep: other tests of this process plant faults in what they call."""
-    kept = [found for found in gc.get_objects() if isinstance(found, functools._lru_cache_wrapper)]
-    for function in kept:
-        if str(getattr(function, "__module__", "")).startswith(("autoptd.search", "autoptd.schedule", "autoptd.cost")):
-            function.cache_clear()
 
 
 def compare(page: Path) -> None:

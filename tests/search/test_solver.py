@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+import threading
 
 import pulp
 import pytest
@@ -16,10 +17,10 @@ from autoptd.search.solver import IntegerProgram, SolverFailed, minimise
 Costs = dict[int, float]
 
 
-def knapsack(items: int, seed: int = 0) -> tuple[IntegerProgram, Costs]:
+def knapsack(items: int, seed: int = 0, whole: bool = True) -> tuple[IntegerProgram, Costs]:
     """Return a covering problem (a demand at least cost) whose relaxation is fractional."""
     rng, program = random.Random(seed), IntegerProgram()
-    costs = {program.variable(whole=True): rng.uniform(50, 60) for _ in range(items)}
+    costs = {program.variable(whole=whole): rng.uniform(50, 60) for _ in range(items)}
     sizes = {variable: rng.uniform(50, 60) for variable in costs}
     program.demand(1, sizes, sum(sizes.values()) / 2)
     return program, costs
@@ -87,6 +88,19 @@ def test_a_time_limit_gives_the_best_found_and_its_gap() -> None:
     assert outcome.status in ("feasible", "optimal")
     assert outcome.bound <= outcome.objective
     assert 0 <= outcome.gap < 0.05
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_time_limit_is_of_one_program(whole: bool) -> None:
+    """A process that has planned for long has no less time for the next program, and no more."""
+    highs = solver._highs_of(threading.get_ident())
+    while highs.getRunTime() < 2:
+        minimise(*knapsack(400))
+    program, costs = knapsack(30) if whole else knapsack(400, whole=False)
+    assert minimise(program, costs, time_limit_s=1.0).status == "optimal"
+    began_s = highs.getRunTime()
+    minimise(*knapsack(400), time_limit_s=0.1)
+    assert highs.getRunTime() - began_s < 1.0
 
 
 def _fails(program: IntegerProgram, time_limit_s: float) -> solver.Outcome:

@@ -119,4 +119,3 @@ def test_no_plan_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_segments, "_runs", lambda *args: [some[some.sum(axis=1) == 1] for some in runs(*args)])
     whole_segments.contents.cache_clear()
     assert any(best for best, _ in excluded(SEEDS))
-    whole_segments.contents.cache_clear()
