@@ -113,8 +113,8 @@ def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | Non
     if _unsuitable(call):
         return None
     few = _decides_rarely(call)
-    trials = product(range(12), (_other, torch.zeros_like, torch.ones_like)) if few else [(0, _other)]
-    for (seed, change), numbers in product(trials, (SIZES[0], (3, *SIZES[1][1:]))):  # few samples
+    changes: tuple[Callable[[Tensor], Tensor], ...] = (_other, *([torch.zeros_like, torch.ones_like] if few else []))
+    for seed, change, numbers in product(range(12 if few else 1), changes, (SIZES[0], (3, *SIZES[1][1:]))):  # few samples
         for changed, kept in (slice(1), slice(1, None)), (slice(1, None), slice(1)):
             example = _example(call, numbers, seed, largest=LARGEST_ONCE)
             if example is None:
