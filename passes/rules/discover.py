@@ -114,7 +114,8 @@ def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | Non
         return None
     few = _decides_rarely(call)
     changes: tuple[Callable[[Tensor], Tensor], ...] = (_other, *([torch.zeros_like, torch.ones_like] if few else []))
-    for seed, change, numbers in product(range(12 if few else 1), changes, (SIZES[0], (3, *SIZES[1][1:]))):  # few samples
+    few_samples = SIZES[0], (3, *SIZES[1][1:])
+    for seed, change, numbers in product(range(12 if few else 1), changes, few_samples):
         for changed, kept in (slice(1), slice(1, None)), (slice(1, None), slice(1)):
             example = _example(call, numbers, seed, largest=LARGEST_ONCE)
             if example is None:
