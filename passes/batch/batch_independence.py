@@ -251,7 +251,8 @@ class Propagation:
         if isinstance(found, str):
             fix = MIXED_INPUTS if target_name(call.target) in ("flip", "roll") else Across.fix
             return (Across(node, found, fix, pairs=found == PAIRS),) * len(call.outputs)
-        return tuple(None if place is None else Rows(place, order) for place in found)
+        # what has no rows, and is made of rows, depends on all samples: a trial need not show it of (h > 3).any()
+        return tuple(Across(node, _ACROSS) if place is None else Rows(place, order) for place in found)
 
     def _from_constants(self, node: fx.Node, call: OpCall, tensor: TensorInfo) -> State:
         """Return the state of an output that depends on no sample; it may still depend on their number."""
@@ -381,7 +382,8 @@ def _mixes_in_trial(call: OpCall, places: Mapping[int, SamplePlace], given: Sequ
     apart: bool | None = False
     if not lost and all(place == SamplePlace(place.dim) for place in known):
         dims, there = {i: place.dim for i, place in places.items()}, [None if p is None else p.dim for p in given]
-        apart = keeps_apart(call, dims, there)
+        every = all(i in dims or not counts_samples(t) for i, t in enumerate(call.operands))
+        apart = keeps_apart(call, dims, there, every)
     if apart:
         return ""
     if not _side_by_side(call, places):

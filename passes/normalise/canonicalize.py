@@ -211,7 +211,7 @@ def _bag_length(offsets: Any) -> int | None:
     """Return the step of offsets 0, n, 2 n … that a model computes."""
     if not isinstance(offsets, fx.Node) or offsets.target is not aten.arange.start_step or offsets.args[0] != 0:
         return None
-    step = offsets.args[2]
+    step = offsets.args[2] if len(offsets.args) > 2 else 1
     return step if isinstance(step, int) else None
 
 

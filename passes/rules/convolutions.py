@@ -30,12 +30,14 @@ def _notation(call: OpCall, of: list[str]) -> str:
     """Return the notation of a convolution whose filters and biases have these dims before their own."""
     kernel_shape = call.operands[1].shape[len(of) :]
     space, groups = _places(call, kernel_shape[2:]), call.arg(_GROUPS, "groups", 1)
-    kernel = ["."] * len(space)
+    kernel, batch = ["."] * len(space), ["b"] * (call.operands[0].ndim - 1 - len(space))  # none: one sample alone
     bias = len(call.operands) == 3
+    x, y = [*batch, "c", *space], [*batch, "o", *space]
     if groups == 1:
-        return arrow([["b", "c", *space], [*of, "o", "c", *kernel], *[["+", *of, "o"]] * bias], [["b", "o", *space]])
+        return arrow([x, [*of, "o", "c", *kernel], *[["+", *of, "o"]] * bias], [y])
     outer, inner = f"(g {kernel_shape[0] // groups})", f"(g {kernel_shape[1]})"  # type: ignore[operator]
-    return arrow([["b", inner, *space], [*of, outer, ".", *kernel], *[[*of, outer]] * bias], [["b", outer, *space]])
+    x, y = [*batch, inner, *space], [*batch, outer, *space]
+    return arrow([x, [*of, outer, ".", *kernel], *[[*of, outer]] * bias], [y])
 
 
 def _places(call: OpCall, kernel: Sequence[Size]) -> list[str]:
@@ -52,8 +54,17 @@ def _each(given: int | Sequence[int], kernel: Sequence[Size]) -> list[int]:
 
 
 def conv_groups(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
-    """Return the groups of one rank."""
+    """Return the groups of one rank. Channels are dim 1, or dim 0 of a sample alone."""
+    return _groups(call, strategy, ranks, 1 + call.operands[0].ndim - call.operands[1].ndim)
+
+
+def sample_conv_groups(call: OpCall, strategy: Strategy, ranks: int) -> Mapping[int | str, Any]:
+    """Return the groups of one rank, where each sample has filters of its own."""
+    return _groups(call, strategy, ranks, 1)
+
+
+def _groups(call: OpCall, strategy: Strategy, ranks: int, channels: int) -> Mapping[int | str, Any]:
     groups, split = call.arg(_GROUPS, "groups", 1), strategy.needs[0]
-    if groups == 1 or not isinstance(split, Split) or split.dim != 1:
+    if groups == 1 or not isinstance(split, Split) or split.dim != channels:
         return {}
     return {_GROUPS if len(call.args) > _GROUPS else "groups": groups // ranks}

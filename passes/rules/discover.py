@@ -104,29 +104,57 @@ def _is_linear(examples: Sequence[Example]) -> bool:
     return True
 
 
-def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | None]) -> bool | None:
+def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | None], every: bool) -> bool | None:
     """Return whether, on small random tensors, each sample's result is independent of other samples; None if untried.
 
-    `dims`: operand -> its sample dim; `given`: the sample dim of each output, None for an output without one.
+    `dims`: operand -> its sample dim; `given`: the sample dim of each output, None for an output without one. `every`:
+    whether all operands with samples are in `dims`; then a result may not depend on the place of a sample either.
     """
     if _unsuitable(call):
         return None
-    for numbers in SIZES[0], (3, *SIZES[1][1:]):  # few samples
-        for changed, kept in ((slice(1), slice(1, None)), (slice(1, None), slice(1))):
-            example = _example(call, numbers, 0, largest=LARGEST_ONCE)
+    few = _decides_rarely(call)
+    changes: tuple[Callable[[Tensor], Tensor], ...] = (_other, *([torch.zeros_like, torch.ones_like] if few else []))
+    few_samples = SIZES[0], (3, *SIZES[1][1:])
+    for seed, change, numbers in product(range(12 if few else 1), changes, few_samples):
+        for changed, kept in (slice(1), slice(1, None)), (slice(1, None), slice(1)):
+            example = _example(call, numbers, seed, largest=LARGEST_ONCE)
             if example is None:
                 return None
-            before = [y.detach().clone() for y in as_list(example.target(*example.args, **example.kwargs))]
+            before = _results(example)
             with torch.no_grad():
                 for i, dim in dims.items():
                     some = example.operands[i].movedim(dim, 0)[changed]
-                    some.copy_(some.cos() * 3 if some.is_floating_point() else some == 0)
-                after = as_list(example.target(*example.args, **example.kwargs))
+                    some.copy_(change(some))
+                after = _results(example)
+                for i, dim in dims.items():
+                    example.operands[i].copy_(example.operands[i].flip(dim))
+                turned = _results(example) if every else ()
             for x, y, at in zip(before, after, given, strict=True):
                 others = (x, y) if at is None else (t.movedim(at, 0)[kept] for t in (x, y))
-                if not torch.equal(*(t.detach().nan_to_num() for t in others)):
+                if not torch.equal(*others):
+                    return False
+            for x, y, at in zip(after, turned, given, strict=False):
+                if at is not None and not torch.allclose(x.flip(at), y, rtol=1e-4, atol=1e-6):
                     return False
     return True
+
+
+def _other(x: Tensor) -> Tensor:
+    """Return values other than those of a tensor."""
+    return x.cos() * 3 if x.is_floating_point() else x == 0
+
+
+def _results(example: Example) -> list[Tensor]:
+    found = as_list(example.target(*example.args, **example.kwargs))
+    return [y.detach().nan_to_num().clone() for y in found]
+
+
+def _decides_rarely(call: OpCall) -> bool:
+    """Return whether an op gives only choices or numbers of elements, which may be the same for most random operands.
+
+    So is `isin(x, y)`, whose results for x do not change with a random row of floats in y, or one of zeros and ones.
+    """
+    return not any(t.dtype.is_floating_point or t.dtype.is_complex for t in call.outputs)
 
 
 def adds_up(call: OpCall, dims: Mapping[int, int]) -> bool:
@@ -269,6 +297,7 @@ def _draw(
     largest: int = LARGEST,
 ) -> Example | None:
     rng = torch.Generator().manual_seed(1000 * sum(sizes.values()) + seed)  # other numbers for other sizes
+    rarely = _decides_rarely(call)
 
     def draw(value: Any) -> Any:
         match value:
@@ -276,8 +305,11 @@ def _draw(
                 concrete = [1 if n == 1 else sizes[n] for n in shape]
                 if dtype.is_floating_point:
                     drawn = torch.randn(concrete, generator=rng, dtype=wide) * magnitude
-                    return drawn.requires_grad_(requires_grad)
-                return torch.randint(0, 2, concrete, generator=rng).to(dtype)
+                    return (drawn.round() if rarely else drawn).requires_grad_(requires_grad)
+                drawn = torch.randint(0, 2, concrete, generator=rng)
+                if rarely:  # fewer ones, so that a part of a tensor may have none
+                    drawn *= torch.rand(concrete, generator=rng) < 2.0 ** -(seed % 4)
+                return drawn.to(dtype)
             case tuple():
                 return [draw(v) for v in value]
             case sympy.Expr():

@@ -18,7 +18,7 @@ from autoptd.passes.graph import numel
 from autoptd.passes.opcall import OpCall, Size, TensorInfo
 from autoptd.passes.rules import op_notations as n
 from autoptd.passes.rules.attention import ATTENTION
-from autoptd.passes.rules.convolutions import conv, conv_groups, sample_conv
+from autoptd.passes.rules.convolutions import conv, conv_groups, sample_conv, sample_conv_groups
 from autoptd.passes.rules.factors import Implementation, Rule
 from autoptd.passes.rules.local_arguments import copies, inner_shape, length, part_sizes, shape
 from autoptd.passes.rules.sequences import ctc, recurrent, windows
@@ -389,7 +389,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     ops.marked_rows: Rule("b ., b . -> b ."),
     ops.normal: DRAW,
     ops.row_cross_entropy: Rule("... v, ... -> ...", implementations=(VOCABULARY_LOSS,)),
-    ops.sample_conv: Rule(sample_conv, product_and_bias, conv_groups),
+    ops.sample_conv: Rule(sample_conv, product_and_bias, sample_conv_groups),
     ops.sum_by_index: Rule("... n, ... n -> ... .", first),
     ops.sum_over_batch: Rule("... -> ...", first),
     ops.sum_over_dp: Rule("... -> ...", first),

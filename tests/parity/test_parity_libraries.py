@@ -81,6 +81,11 @@ def test_bags_of_one_length(mode: str, weighted: bool, padding: int | None) -> N
     assert wrong(randomised(Bags(mode, weighted, padding)), {"ids": ids, "scores": random(SAMPLES, 3)}) == []
 
 
+def test_bags_of_one_id() -> None:
+    ids = torch.randint(20, (SAMPLES, 2, 1), generator=torch.Generator().manual_seed(2))
+    assert wrong(randomised(Bags("sum", False, None)), {"ids": ids, "scores": random(SAMPLES, 1)}) == []
+
+
 class Prompted(Plain):
     """Trained prompts before the tokens, from ids that are the same for every sample."""
 

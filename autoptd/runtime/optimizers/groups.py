@@ -206,8 +206,8 @@ def _reads(chosen: Chosen, index: int) -> Reads:
     kind = type(made)
     if kind in READS:
         return READS[kind]
-    if getattr(kind, "elementwise", False):
-        check_elementwise(build, kind.__name__)
-        return "elementwise"
     check_separable(build, kind.__name__)
-    return "whole"
+    if not getattr(kind, "elementwise", False):
+        return "whole"
+    check_elementwise(build, kind.__name__)
+    return "elementwise"

@@ -70,6 +70,12 @@ MIXING: list[tuple[str, Body]] = [
     ("roll works", lambda x, ids, labels: (x, labels.roll(1, 0))),
     ("flip works", lambda x, ids, labels: x + ids.flip(0)[..., None]),
     ("index works", lambda x, ids, labels: x + x[[0]]),
+    ("any works", lambda x, ids, labels: torch.where((x > 3).any(), 2 * x, x)),
+    ("all works", lambda x, ids, labels: x.masked_fill((x < 3).all(0), 0.0)),
+    ("isin works", lambda x, ids, labels: x * torch.isin(ids, labels + 3)[..., None]),
+    ("isin works", lambda x, ids, labels: x * torch.isin(x.round(), x.round() + 3)),
+    ("tril works", lambda x, ids, labels: x * x[..., 0].tril()[..., None]),
+    ("triu works", lambda x, ids, labels: x * torch.ones(ids.shape).triu()[..., None]),
 ]  # fmt: skip
 
 
@@ -134,6 +140,9 @@ APART: list[Body] = [
     last_of_each,
     written_into,
     rows_of_halves,
+    lambda x, ids, labels: x * torch.isin(ids, torch.tensor([1, 5]))[..., None],
+    lambda x, ids, labels: x.tril() * (x > 0.5).any(1, keepdim=True) * torch.ones(x.shape[1:]).tril(),
+    lambda x, ids, labels: x * torch.searchsorted(x.sort(-1)[0].detach(), x.detach()),
 ]
 
 

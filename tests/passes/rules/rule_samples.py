@@ -154,6 +154,8 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(2, 8, 8), real(16, 2, 1), real(16), [1], [0], [1], 4),
         (real(2, 4, 8), real(8, 4, 1), None, [2]),
         (real(2, 4, 6), real(8, 4, 1), None, [1], [1]),
+        (real(4, 9), real(8, 4, 3), real(8)),
+        (real(8, 9), real(16, 2, 3), real(16), [1], [1], [1], 4),
     ],
     aten.conv2d.default: [
         (real(2, 4, 8, 8), real(8, 4, 2, 2), real(8), [2, 2]),

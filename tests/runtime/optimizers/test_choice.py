@@ -17,7 +17,16 @@ from autoptd.runtime.optimizers.lion import Lion
 from autoptd.runtime.optimizers.named import NAMED, READS
 from autoptd.runtime.optimizers.separable import check_elementwise, check_separable
 from autoptd.runtime.optimizers.several import SeveralOptimizers
-from tests.runtime.optimizers.whole_optimizers import Coupled, Early, Noisy, Orthogonal
+from tests.runtime.optimizers.whole_optimizers import (
+    ByPlace,
+    Coupled,
+    CoupledPieces,
+    DecaysMatrices,
+    Early,
+    Late,
+    Noisy,
+    Orthogonal,
+)
 
 NAMES = ["embed.weight", "mlp.weight", "mlp.bias", "head.weight"]
 HIDDEN = {"mlp.weight"}
@@ -59,6 +68,7 @@ def test_a_group_may_give_hidden_matrices_to_adamw() -> None:
         ({"names": "*.bias", "optimizer": "muon"}, "muon cannot update these parameters: Muon only supports 2D"),
         ({"names": "*.bias", "optimizer": "sgd", "betas": 1}, "SGD has no option 'betas'"),
         ({"names": "*.bias", "optimizer": Coupled}, "by itself"),
+        ({"names": "*.bias", "optimizer": CoupledPieces}, "by itself"),
     ],
 )
 def test_groups_that_are_refused(group: dict[str, Any], message: str) -> None:
@@ -105,7 +115,7 @@ def test_several_optimizers_restore_their_state() -> None:
 
 
 @pytest.mark.fault("parameters coupled")
-@pytest.mark.parametrize("kind", [Coupled, Early, Noisy, torch.optim.LBFGS])
+@pytest.mark.parametrize("kind", [ByPlace, Coupled, Early, Late, Noisy, torch.optim.LBFGS])
 def test_coupled_optimizers_are_found(kind: Any) -> None:
     with pytest.raises(PlanError):
         check_separable(kind, kind.__name__)
@@ -116,7 +126,7 @@ def test_elementwise_optimizers_are_found(kind: Any) -> None:
     check_elementwise(lambda params: kind(params, lr=0.01), kind.__name__)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Orthogonal])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, DecaysMatrices, Orthogonal])
 def test_false_claims_are_found(kind: Any) -> None:
     with pytest.raises(PlanError, match="updates pieces of a parameter otherwise"):
         check_elementwise(lambda params: kind(params, lr=0.01), kind.__name__)

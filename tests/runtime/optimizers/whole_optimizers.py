@@ -132,3 +132,55 @@ class Noisy(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(0.1 * p.grad + 0.01 * torch.randn_like(p))
+
+
+class Late(Optimizer):
+    """Divides gradients by their common norm from the fifth step on."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm() if self.steps > 4 else 1.0
+        for p in held:
+            p.sub_(0.1 * p.grad / norm)
+
+
+class ByPlace(Optimizer):
+    """Steps less for the parameters that come first, as schemes do that decay the rate from layer to layer."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for place, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.sub_(group["lr"] * 0.9 ** (len(group["params"]) - place) * p.grad)
+
+
+class DecaysMatrices(Optimizer):
+    """Decays what has two dims, and claims to need no more than pieces."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(0.9 if p.ndim == 2 else 1.0).sub_(group["lr"] * p.grad)
+
+
+class CoupledPieces(Coupled):
+    """Claims to be elementwise: pieces together have the norm of the whole."""
+
+    elementwise = True
