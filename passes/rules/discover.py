@@ -112,10 +112,10 @@ def keeps_apart(call: OpCall, dims: Mapping[int, int], given: Sequence[int | Non
     """
     if _unsuitable(call):
         return None
-    few = _decides_rarely(call)
-    changes: tuple[Callable[[Tensor], Tensor], ...] = (_other, *([torch.zeros_like, torch.ones_like] if few else []))
+    rarely = _decides_rarely(call)
+    changes: tuple[Callable[[Tensor], Tensor], ...] = (_other, *([torch.zeros_like, torch.ones_like] if rarely else []))
     few_samples = SIZES[0], (3, *SIZES[1][1:])
-    for seed, change, numbers in product(range(12 if few else 1), changes, few_samples):
+    for seed, change, numbers in product(range(12 if rarely else 1), changes, few_samples):
         for changed, kept in (slice(1), slice(1, None)), (slice(1, None), slice(1)):
             example = _example(call, numbers, seed, largest=LARGEST_ONCE)
             if example is None:
@@ -150,9 +150,9 @@ def _results(example: Example) -> list[Tensor]:
 
 
 def _decides_rarely(call: OpCall) -> bool:
-    """Return whether an op gives only choices or numbers of elements, which may be the same for most random operands.
+    """Return whether an op gives only choices or numbers of elements, which most random operands leave as they are.
 
-    So is `isin(x, y)`, whose results for x do not change with a random row of floats in y, or one of zeros and ones.
+    An example is `isin(x, y)`: its results for x change with hardly any row of y, be it of floats or of zeros and ones.
     """
     return not any(t.dtype.is_floating_point or t.dtype.is_complex for t in call.outputs)
 

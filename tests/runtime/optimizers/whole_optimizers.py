@@ -95,15 +95,25 @@ class FewBits(Optimizer):
 class Coupled(Optimizer):
     """Normalises all gradients by their common norm."""
 
+    begins = 1  # the first step in which it does
+
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
+        self.steps = 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        self.steps += 1
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        norm = torch.stack([p.grad.norm() for p in held]).norm() if self.steps >= self.begins else 1.0
         for p in held:
             p.sub_(0.1 * p.grad / norm)
+
+
+class Late(Coupled):
+    """Begins with the fifth step."""
+
+    begins = 5
 
 
 class Early(Optimizer):
@@ -132,22 +142,6 @@ class Noisy(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(0.1 * p.grad + 0.01 * torch.randn_like(p))
-
-
-class Late(Optimizer):
-    """Divides gradients by their common norm from the fifth step on."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        self.steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        self.steps += 1
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in held]).norm() if self.steps > 4 else 1.0
-        for p in held:
-            p.sub_(0.1 * p.grad / norm)
 
 
 class ByPlace(Optimizer):
