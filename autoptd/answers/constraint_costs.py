@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoptd.answers.in_processes import answered
 from autoptd.answers.query import PlanQuery
 from autoptd.answers.sweep import reason, shown
 from autoptd.errors import AutoptdError, DoesNotFit, PlanError
@@ -118,18 +119,18 @@ def pin_costs(query: PlanQuery, chosen: Plan, progress: Progress | None = None) 
 
     chosen: the plan of `query`. Raises what planning raises, except DoesNotFit and PlanError, which are answers.
     """
-    progress, pins = progress or Silent(), tuple(pins_of(query.fix))
+    pins = tuple(pins_of(query.fix))
     choices = tuple(pin for pin in pins if pin.name in _SEARCHED)
-    groups: list[tuple[tuple[Pin, ...], str]] = [((pin,), pin.text) for pin in pins]
-    groups += [(choices, "all that are searched"), (pins, "all constraints")]
-    rows: list[DroppedPins] = []
-    for group, what in groups:
-        if not group or group in [row.pins for row in rows]:
-            continue
-        with progress.stage(f"plan without {what}"):
-            found = _answer(query, group)
-        rows.append(DroppedPins(group, what, all(pin.name in _SEARCHED for pin in group), chosen, found))
-    return rows
+    groups: dict[tuple[Pin, ...], str] = {(pin,): pin.text for pin in pins}
+    for several, what in ((choices, "all that are searched"), (pins, "all constraints")):
+        groups.setdefault(several, what)
+    dropped = [group for group in groups if group]
+    name = f"plan without {len(pins)} constraints"
+    answers = answered(progress or Silent(), name, lambda group: _answer(query, group), dropped)
+    return [
+        DroppedPins(group, groups[group], all(pin.name in _SEARCHED for pin in group), chosen, found)
+        for group, found in zip(dropped, answers, strict=True)
+    ]
 
 
 def _answer(query: PlanQuery, dropped: Sequence[Pin]) -> Plan | AutoptdError:

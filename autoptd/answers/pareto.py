@@ -1,9 +1,8 @@
 """The trade-off of step time against memory: the fastest plan for less and less device memory.
 
-Each plan is made for devices with slightly less memory than the previous plan needs, until nothing fits. Points that
-another one beats in both time and memory are left out. What a device must have includes the headroom that is left for
-the error of the prediction. Each point needs at least 8 % less than the one before, so that a hundred layers do not
-make a hundred points.
+Plans are made for devices with less and less memory than the fastest plan needs, 8 % at a time, until nothing fits.
+None is made where the plan before fits already. Points that another one beats in both time and memory are left out.
+What a device must have includes the headroom that is left for the error of the prediction.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoptd.answers.in_processes import answered, cores
 from autoptd.answers.query import PlanQuery
 from autoptd.errors import DoesNotFit
 from autoptd.explain.choices import changes, short
@@ -21,7 +21,7 @@ from autoptd.explain.tables import GIB, WIDTH, columns, gib, render, seconds, se
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
-_STEP = 0.08  # of the memory that the previous point needs
+_STEP = 0.08  # of the memory of the plan before
 _POINTS = 30  # plans made, at most
 
 
@@ -69,20 +69,32 @@ def frontier(
     def most(plan: Plan) -> int:
         return max(query.device_bytes(plan))
 
+    def plan_within(nbytes: int) -> Plan | DoesNotFit:
+        try:
+            return query.with_memory(nbytes).plan()
+        except DoesNotFit as error:
+            return error
+
     with progress.stage("plan with all memory"):
         found = [query.plan()]
-    refused, complete = None, False
-    while len(found) < _POINTS and clock() - started <= time_limit_s:
-        limit = math.floor(most(found[-1]) * (1 - _STEP))
-        if limit <= query.cluster.device.context_bytes:
-            complete = True
+    limits, made, refused = [most(found[0])], 1, None
+    while limits[-1] > query.cluster.device.context_bytes:
+        limits.append(math.floor(limits[-1] * (1 - _STEP)))
+    limits.pop()
+    while refused is None and made < _POINTS and clock() - started <= time_limit_s:
+        limits = [nbytes for nbytes in limits if nbytes < most(found[-1])]
+        if not limits:
             break
-        with progress.stage(f"plan with {gib(limit)}"):
-            try:
-                found.append(query.with_memory(limit).plan())
-            except DoesNotFit:
-                refused, complete = limit, True
+        some, limits = limits[: cores()], limits[cores() :]
+        answers = answered(progress, f"plan with {gib(some[0])} and less", plan_within, some)
+        made += len(some)
+        for nbytes, plan in zip(some, answers, strict=True):
+            if isinstance(plan, DoesNotFit):
+                refused = nbytes
                 break
+            if nbytes < most(found[-1]):
+                found.append(plan)
+    complete = refused is not None or not limits
     kept = _undominated(found, most)
     return Frontier(kept, tuple(map(most, kept)), refused, complete)
 

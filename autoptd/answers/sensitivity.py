@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoptd.answers.in_processes import answered
 from autoptd.answers.query import PlanQuery
 from autoptd.answers.reprice import step_time_on
 from autoptd.answers.sweep import reason
@@ -19,7 +20,7 @@ from autoptd.errors import DoesNotFit
 from autoptd.explain.choices import changes, short
 from autoptd.explain.tables import WIDTH, columns, render, seconds, section
 from autoptd.plans.model import Plan
-from autoptd.progress import Progress, Silent, counted
+from autoptd.progress import Progress, Silent
 
 FACTORS = (0.8, 1.2)
 _SAME = 1e-6  # of a step: smaller differences count as equal
@@ -108,13 +109,9 @@ def _peaks(device: Device, factor: float) -> Any:
 
 def sensitivity(query: PlanQuery, chosen: Plan, progress: Progress | None = None) -> list[Reaction]:
     """Return a reaction per property and factor. Raises what planning raises, except DoesNotFit, which is an answer."""
-    progress = progress or Silent()
-    found = []
     changed = [(what, factor, make(factor)) for what, make in variants(query.cluster).items() for factor in FACTORS]
-    for what, factor, cluster in counted(progress, f"plan for {len(changed)} changed clusters", changed):
-        with progress.stage(f"plan with {what} {factor - 1:+.0%}"):
-            found.append(_reaction(query, chosen, what, factor, cluster))
-    return found
+    name = f"plan for {len(changed)} changed clusters"
+    return answered(progress or Silent(), name, lambda change: _reaction(query, chosen, *change), changed)
 
 
 def _reaction(query: PlanQuery, chosen: Plan, what: str, factor: float, cluster: Cluster) -> Reaction:

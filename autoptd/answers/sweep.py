@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from autoptd.answers.in_processes import answered
 from autoptd.answers.query import PlanQuery
 from autoptd.errors import AutoptdError, DoesNotFit, InputsError, PlanError
 from autoptd.explain.choices import short
 from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost
 from autoptd.plans.model import Plan
-from autoptd.progress import Progress, Silent, counted
+from autoptd.progress import Progress, Silent
 
 PAYS = 0.5  # of the throughput per device at the first point: below it, adding devices no longer pays
 
@@ -110,15 +111,11 @@ def sweep(
     over: swept name (see `PlanQuery.with_changes`) -> values. Raises InputsError and ClusterError before anything is
     planned.
     """
-    progress = progress or Silent()
-    point_queries = [
-        (dict(zip(over, values, strict=True)), query.with_changes(**dict(zip(over, values, strict=True))))
-        for values in product(*over.values())
-    ]
+    combinations = [dict(zip(over, values, strict=True)) for values in product(*over.values())]
+    queries = [query.with_changes(**values) for values in combinations]
     points: list[SweepPoint] = []
-    for values, point_query in counted(progress, f"sweep {len(point_queries)} points", point_queries):
-        with progress.stage("plan " + ", ".join(f"{name}={shown(value)}" for name, value in values.items())):
-            found = _answer(point_query)
+    answers = answered(progress or Silent(), f"sweep {len(queries)} points", _answer, queries)
+    for values, found in zip(combinations, answers, strict=True):
         alike = [p for p in points if p.plan is not None and _others(p.values) == _others(values)]
         plans = [p.plan for p in alike]
         first = plans[0] if plans else found if isinstance(found, Plan) else None

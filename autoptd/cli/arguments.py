@@ -132,14 +132,15 @@ def _read_choices(text: str, known: Collection[str], done: str) -> dict[str, obj
 
 
 def read_sweep(text: str) -> tuple[str, tuple[object, ...]]:
-    """Parse `world=8,16` to ("world", (8, 16)); a value of overlap is `dp+p2p`. Raises argparse.ArgumentTypeError."""
+    """Parse `world=8,16` to ("world", (8, 16)), and `world=8..64` to 8, 16, 32 and 64; a value of overlap is `dp+p2p`.
+    Raises argparse.ArgumentTypeError."""
     name, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not values:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,VALUE,…, for example world=8,16,32")
     if name not in SWEPT:
         raise argparse.ArgumentTypeError(f"{name!r} cannot be swept; {nearest(name, SWEPT, MEANT)}")
     points: list[object] = []
-    for value in (part.strip() for part in values.split(",")):
+    for value in (each for part in values.split(",") for each in _doubled(name, part.strip())):
         if not value:
             raise argparse.ArgumentTypeError(f"{text!r} has an empty value")
         point = value if name in NAMED else count(value) if name in COUNTED else _fixed_value(name, value)
@@ -147,6 +148,19 @@ def read_sweep(text: str) -> tuple[str, tuple[object, ...]]:
             raise argparse.ArgumentTypeError(f"{text!r} has {value} twice")
         points.append(point)
     return name, tuple(points)
+
+
+def _doubled(name: str, value: str) -> list[str]:
+    """Return the numbers that `8..64` stands for, 8 and its doubles up to 64; other values as they are."""
+    first, dots, last = (part.strip() for part in value.partition(".."))
+    if not dots or FIXABLE.get(name, int) is not int:
+        return [value]
+    if not first or not last:
+        raise argparse.ArgumentTypeError(f"{value!r} is not FIRST..LAST, for example 8..64")
+    least, most = count(first), count(last)
+    if least > most:
+        raise argparse.ArgumentTypeError(f"{value!r} begins with the larger number; {last}..{first} is meant")
+    return [str(least << doublings) for doublings in range((most // least).bit_length())]
 
 
 def _fixed_value(name: str, value: str) -> object:

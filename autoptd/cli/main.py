@@ -386,7 +386,8 @@ def _add_answers(plan: argparse.ArgumentParser) -> None:
         type=read_sweep,
         action="append",
         metavar="K=V,V,…",
-        help=f"plan for each value, as world=8,16, and print a table; twice: for all pairs. K: {', '.join(SWEPT)}",
+        help="plan for each value, as world=8,16 or 8..64 (8 and its doubles), and print a table; twice: for all "
+        f"pairs. K: {', '.join(SWEPT)}",
     )
     many.add_argument("--pareto", action="store_true", help="the fastest plan for less and less device memory")
     many.add_argument("--pins", action="store_true", help="the cost of each constraint: the plan without it")
