@@ -132,6 +132,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "shards of another group": "shards are cut for more ranks than there are: no rank updates some elements",
         "gathers in another order": "one rank gathers buckets in another order than the others",
         "read before gathered": "a module reads a parameter that is still being gathered",
+        "a block freed too early": "parameters are freed before the last op that reads them",
         "the unused stepped": "weight decay and moments move a parameter that was not used in this step",
         "gradients stay on the device": "the host updates its part of the state with gradients that it does not have",
         "new values stay on the host": "parameters that the host updated do not come back to the device",

@@ -44,7 +44,7 @@ _OPS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 _OWN: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Reduction, ("take",)),
-    (Gathering, ("_enter", "_leave", "hold", "release")),
+    (Gathering, ("_enter", "_leave", "_return_to", "hold", "release")),
 )
 
 

@@ -281,7 +281,7 @@ class Buffer:
             shard[part.start - own.start : part.stop - own.start] = mine.to(shard.device, whole.dtype)
 
     def start_gather(self, bucket: Bucket) -> Handle:
-        """Copy this rank's shard to the model's parameters, and all-gather the other shards."""
+        """All-gather the shards to the model's parameters; this rank's own is copied there if it is of another type."""
         at = bucket.start
         whole, own = self._whole[at], self._own[at]
         if self.zero == 3:
@@ -289,7 +289,7 @@ class Buffer:
         if at in self._on_host:
             own.copy_(self._rounded(bucket, whole.dtype), non_blocking=True)
         elif self.main is not None:
-            own.copy_(self._shards[at])
+            own = self._shards[at] if self._main_dtype == whole.dtype else own.copy_(self._shards[at])
         return self.group.all_gather_later(whole, own)
 
     def _rounded(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:

@@ -2,12 +2,12 @@
 
     forward    a block's parameters are gathered before it runs and freed after it; those of the stage outside all
                blocks stay gathered during the pass through the stage
-    backward   re-gathered when the gradient of a block's output arrives, freed when all nodes of the block are done;
-               recomputation runs in between
+    backward   re-gathered when the gradient of a block's output arrives, freed when that of an earlier block's does, or
+               the pass ends; recomputation runs in between
 
 A parameter keeps its shape while its storage is freed, so tensors that autograd saved (views of the same storage) are
-valid again after the next gather. All nodes of a block are done when a gradient reaches the block's inputs: autograd
-runs nodes in reverse order of creation, and the views of the inputs are created before any other node of the block.
+valid again after the next gather. All nodes of a block are done when the gradient of an earlier block's output arrives:
+autograd runs nodes in reverse order of creation, and the block's were created after that output.
 
 All dp ranks gather the same buckets in the same order, since all run the same modules.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from autoptd.runtime.zero.grad_reduce import BucketState
 
 @dataclass(eq=False)
 class GatherUnit:
-    """The buckets that a module reads, which are gathered together."""
+    """The buckets that a module reads, which are gathered together. `entered`: number of the module's latest call."""
 
     states: tuple[BucketState, ...]
+    entered: int = 0
 
 
 @dataclass(eq=False)
@@ -48,7 +50,8 @@ class Gathering:
     def __init__(self, *, ahead: bool) -> None:
         """`ahead`: prefetch the next block's parameters while one computes."""
         self._ahead = ahead
-        self._held: set[GatherUnit] = set()
+        self._held: dict[GatherUnit, int] = {}  # with the number of the call whose backward pass needs it, or 0
+        self._calls = 0  # of blocks so far
         self._holders: dict[BucketState, int] = {}  # above 0
         self._in_flight: dict[BucketState, Handle] = {}
         self._roots: dict[int, GatherUnit] = {}  # by chunk
@@ -64,7 +67,7 @@ class Gathering:
         """Register hooks that gather a block's parameters for its forward and backward passes."""
         unit = self._unit(states)
         if unit.states:
-            module.register_forward_pre_hook(lambda _, args, kwargs: self._enter(unit, args, kwargs), with_kwargs=True)
+            module.register_forward_pre_hook(lambda *_: self._enter(unit))
             module.register_forward_hook(lambda _, args, out: self._leave(unit, out))
 
     def watch_stage(self, stage: nn.Module, chunk: int, states: Iterable[BucketState]) -> None:
@@ -92,7 +95,7 @@ class Gathering:
     def hold_only(self, states: Iterable[BucketState]) -> None:
         """Keep only the blocks of these buckets gathered; a W pass, which runs node by node, calls it for each."""
         wanted = dict.fromkeys(self._unit_of[state] for state in states)
-        for unit in self._held - {*wanted, self._root}:
+        for unit in self._held.keys() - {*wanted, self._root}:
             self.release(unit)
         for unit in wanted:
             self.hold(unit)
@@ -110,31 +113,28 @@ class Gathering:
             self._pass.known = True
         self._backward, self._pass = False, None
 
-    def _enter(self, unit: GatherUnit, args: Any, kwargs: Any) -> Any:
+    def _enter(self, unit: GatherUnit) -> None:
+        self._calls += 1
+        unit.entered = self._calls
         self.hold(unit)
-        if self._backward or not torch.is_grad_enabled():
-            return None
-
-        def done(_: Any) -> None:
-            self.release(unit)
-
-        def watched(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.requires_grad or isinstance(x, nn.Parameter):
-                return x
-            given = x.view_as(x)
-            _before_gradient(given, done)
-            return given
-
-        return tuple([watched(x) for x in args]), {name: watched(x) for name, x in kwargs.items()}
 
     def _leave(self, unit: GatherUnit, out: Any) -> None:
         if self._backward:
             return
         if torch.is_grad_enabled():
+            before = partial(self._return_to, unit, unit.entered, self._calls)
             for x in out if isinstance(out, tuple) else (out,):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    _before_gradient(x, lambda _: self.hold(unit))
+                    _before_gradient(x, before)
         self.release(unit)
+
+    def _return_to(self, unit: GatherUnit, call: int, last: int, _: Any) -> None:
+        """Gather the parameters of a call for its backward pass; free those of calls after `last`, which are done."""
+        for other, number in [*self._held.items()]:
+            if number > last and other is not unit:
+                self.release(other)
+        self.hold(unit)
+        self._held[unit] = call
 
     # ---- buckets ----
 
@@ -142,7 +142,7 @@ class Gathering:
         """Gather the buckets of a unit that are not gathered yet; prefetch the next unit."""
         if unit in self._held:
             return
-        self._held.add(unit)
+        self._held[unit] = 0
         gathered = self._request(unit)
         for state in unit.states:
             self._holders[state] = self._holders.get(state, 0) + 1
@@ -175,7 +175,7 @@ class Gathering:
         """Free the unit's buckets that no other unit holds."""
         if unit not in self._held:
             return
-        self._held.remove(unit)
+        del self._held[unit]
         for state in unit.states:
             if self._holders[state] > 1:
                 self._holders[state] -= 1

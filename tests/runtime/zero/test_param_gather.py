@@ -1,4 +1,5 @@
-"""Updated parameters that are gathered while the next step begins: no parameter is read before it is complete."""
+"""Parameters that are gathered while the next step begins, or under ZeRO 3 for each pass: none is read before it is
+complete, or after it is freed."""
 
 from __future__ import annotations
 
@@ -8,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoptd.errors import RuntimeFault
+from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.mesh import Mesh
+from autoptd.layout.placements import B
 from autoptd.ops.group import Handle
+from autoptd.ops.stage import Stage
+from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.runtime.trainer import Trainer
 from autoptd.runtime.zero import param_buffers as buffers
+from autoptd.runtime.zero import param_gather as gathering
 from tests.runtime import test_trainer
 from tests.runtime import tiny_model as tiny
 
@@ -130,3 +137,108 @@ def test_a_rank_that_gathers_in_another_order_is_caught(later: bool, monkeypatch
     monkeypatch.setattr(buffers.Buffers, "gather_parameters", turned(1))
     with pytest.raises(RuntimeFault):
         trained(Mesh(dp=2), later=later)
+
+
+# ---- ZeRO 3: when a block's parameters are freed in backward ----
+
+
+class Product(nn.Module):
+    """tanh(x·w); `also`: what it calls then. `whole`: return x too."""
+
+    def __init__(self, also: nn.Module | None = None, *, whole: bool = False) -> None:
+        super().__init__()
+        self.also, self.whole = also, whole
+        self.weight = nn.Parameter(torch.empty(4, 4, device="meta", dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(x @ self.weight)
+        if self.also is not None:
+            y = torch.tanh(self.also(y) @ self.weight.T)
+        return (x, y) if self.whole else y
+
+
+class Calls(Stage):
+    """Blocks in a row: one that returns its input, one that is called three times, one that calls another block."""
+
+    inputs = ("x",)
+    is_last = True
+
+    def __init__(self, tp: Axis) -> None:
+        super().__init__(tp)
+        self.first, self.inner, self.giver = Product(), Product(), Product(whole=True)
+        self.outer = Product(self.inner)
+
+    def forward(self, *counts: Any, x: Tensor, **given: Any) -> Tensor:
+        x, y = self.giver(self.first(x))
+        for block in (self.inner, self.inner, self.outer, self.first, self.inner):
+            y = block(x + y)
+        return y.sum()
+
+
+def called(zero: int) -> list[dict[str, Tensor]]:
+    """Return the gradients of two steps of two microbatches; freed parameters are NaN."""
+    names = [f"{name}.weight" for name in ("first", "inner", "giver", "outer")]
+    specs = {name: TensorSpec(B, (4, 4), block=name.removesuffix(".weight")) for name in names}
+    layout = Layout(Mesh(dp=2), 1, 2, ("x",), specs, precision="fp64", zero=zero)
+    random = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(4, 4, dtype=torch.float64, generator=random) / 2 for name in names}
+    batches = torch.randn(2, 4, 4, dtype=torch.float64, generator=random)
+
+    def body(c: Communicators) -> dict[str, Tensor]:
+        made = Trainer(Calls(Axis(c.tp)), layout, c, "sgd", lr=0.1)
+        made.load_parameters(values)
+        found = {}
+        for step, batch in enumerate(batches):
+            made.train_step({"x": batch[2 * c.dp.rank :][:2]})
+            found |= {f"{step} {name}": x for name, x in made.gradients().items()}
+        return found
+
+    return run_lockstep(layout.mesh, body)
+
+
+def poison(self: buffers.Buffer, bucket: Any) -> None:
+    whole = self.whole(bucket)
+    whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
+    whole.fill_(torch.nan)
+
+
+def freed_too_early(patch: pytest.MonkeyPatch) -> bool:
+    """Return whether ZeRO 3 differs from ZeRO 0."""
+    expected = called(0)
+    patch.setattr(buffers.Buffer, "free", poison)
+    try:
+        found = called(3)
+    except RuntimeFault as fault:
+        assert "finite" in str(fault), fault
+        return True
+    pairs = [(x, by_name[name]) for by_name, others in zip(found, expected, strict=True) for name, x in others.items()]
+    return not all(torch.allclose(x, y, 1e-13, 1e-13) for x, y in pairs)
+
+
+def test_blocks_that_call_others_or_return_their_input_are_freed_when_they_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not freed_too_early(monkeypatch)
+
+
+@pytest.mark.fault("a block freed too early")
+def test_a_block_that_is_freed_when_one_that_it_calls_begins_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are numbered as they end, not as they begin."""
+    whole = gathering.Gathering._leave
+
+    def leave(self: gathering.Gathering, unit: gathering.GatherUnit, out: Any) -> None:
+        self._calls += 1
+        unit.entered = self._calls
+        whole(self, unit, out)
+
+    monkeypatch.setattr(gathering.Gathering, "_leave", leave)
+    assert freed_too_early(monkeypatch)
+
+
+@pytest.mark.fault("a block freed too early")
+def test_a_block_that_is_freed_whenever_another_begins_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gathering.Gathering._return_to
+    monkeypatch.setattr(
+        gathering.Gathering, "_return_to", lambda self, unit, call, last, grad: whole(self, unit, call, 0, grad)
+    )
+    assert freed_too_early(monkeypatch)
