@@ -36,6 +36,7 @@ from autoptd.runtime.initialise import check_same_values, values_for
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import LossScale
 from autoptd.runtime.optimizers.groups import ParameterGroup
+from autoptd.runtime.optimizers.step import check_no_hooks
 from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage, compiling
@@ -192,10 +193,16 @@ class Parallel(Evaluating, Saving):
             clip_norm=self._clip_norm,
             groups=self._groups,
             non_finite=self._non_finite,
-            check=self._planned.check,
+            check=self._check,
             **self._optimizer_options,
         )
         self._trainer.load_parameters(values)
+
+    def _check(self) -> None:
+        """Raise InputsError if the model has changed, or the optimizer has hooks."""
+        self._planned.check()
+        if self._trainer is not None and self.plan.world > 1:
+            check_no_hooks(self._trainer.optimizer)
 
     @property
     def _running(self) -> Trainer:
@@ -299,4 +306,6 @@ class Parallel(Evaluating, Saving):
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
         model = self._source.model
         others = values_for(model, [n for n in model.state_dict(keep_vars=True) if n not in found], self._seed)
-        return {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
+        result = {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
+        self._planned.gave(result)
+        return result

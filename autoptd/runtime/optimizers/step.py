@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoptd.errors import PlanError
+from autoptd.errors import InputsError, PlanError
 from autoptd.layout.layout import Layout
 from autoptd.layout.owners import Owners
 from autoptd.runtime.comm.interfaces import Communicators
@@ -96,6 +96,19 @@ class OptimizerStep:
             torch.cuda.current_stream().synchronize()
         with self._whole.gathered(used):
             self.optimizer.step()
+        for piece in self._flat:
+            piece.param.grad = None  # a second step, of a loop that calls the optimizer's own, changes nothing
+
+
+def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InputsError for hooks of the optimizer's steps, which would see this rank's parts of parameters."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # private; seen in torch 2.13.0
+        raise InputsError(
+            "the optimizer has hooks of its steps, which see one rank's flat parts of parameters and gradients",
+            where="par.optimizer",
+            fix="call what does not change them after train_step; clip with clip_norm=; write the rest into the step "
+            "of an optimizer of your own (optimizer=)",
+        )
 
 
 def _plain(value: object) -> str:
