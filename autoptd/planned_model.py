@@ -1,4 +1,4 @@
-"""What a program holds of the user's model as it was when it was planned: numbers, values, structure, hooks."""
+"""The user's model as it was planned: its numbers, values, structure and hooks, which a program does not follow."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PlannedModel:
         self._modules = [(name, module, _structure(module), _hooks(module)) for name, module in found]
         trained = [(name, p) for root in roots for name, p in root.named_parameters()]
         self._trained = [(name, p, p.requires_grad, _tensor_hooks(p)) for name, p in trained]
-        self._values = _Values(found)
+        self._values = _NotedTensors(found)
         self._given: Mapping[str, Tensor] = {}
 
     def gave(self, state: Mapping[str, Tensor]) -> None:
@@ -87,7 +87,7 @@ class PlannedModel:
             raise _other(name, "has other values than", _VALUES)
 
 
-class _Values:
+class _NotedTensors:
     """The values of a model's parameters and buffers."""
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:

@@ -36,6 +36,8 @@ class Updated:
 class OptimizerStep:
     """The optimizer of a rank (`optimizer`) and what it updates (`updated`). Construction is a collective.
 
+    `groups`: names of the model's parameters in each of torch's groups, on whichever rank.
+
     `whole`: names of the model's parameters that are updated as a whole, on whichever rank.
     """
 
@@ -67,6 +69,7 @@ class OptimizerStep:
         self._waits = bool(on_host) and c.device.type == "cuda"  # for gradients to be on the host
         parameters = {piece.name: piece.param for piece in self._flat} | self._whole.parameters
         self.optimizer = chosen.build(parameters)
+        self.groups = [group.names for group in chosen.groups]
         self._defaults = defaults_by_group(self.optimizer)
         self._whole.free()
         self.updated = [Updated(piece.name, piece.param, piece, piece.counts) for piece in self._flat]
