@@ -157,7 +157,9 @@ def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
     second = made(parameter_groups=[{"names": "*norm_1*", "lr": 0.5}])
     step(first)
     first.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"other parameters in the groups(.|\n)*norm_2.weight: in group 1 .* 0 of the opt"):
+    with pytest.raises(
+        CheckpointError, match=r"other parameters in the groups(.|\n)*norm_2.weight: in group 1 .* 0 of the opt"
+    ):
         second.load(tmp_path)
     assert second.load(tmp_path, optimizer=False) == 1
     again = made(parameter_groups=[{"names": ["*norm_1*", "*norm*"], "lr": 0.1}])
