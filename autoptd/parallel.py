@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoptd.boundary import public_methods
 from autoptd.codegen.emit import Program, load_stage
@@ -29,13 +29,14 @@ from autoptd.passes.custom_grad.ops import described
 from autoptd.passes.objectives.metrics import Metrics
 from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
-from autoptd.runtime.comm.handshake import check_same_program
+from autoptd.runtime.comm.handshake import check_same_arguments, check_same_program
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.evaluation.evaluator import Evaluator
-from autoptd.runtime.initialise import values_for
+from autoptd.runtime.initialise import check_same_values, values_for
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import LossScale
 from autoptd.runtime.optimizers.groups import ParameterGroup
+from autoptd.runtime.optimizers.step import check_no_hooks
 from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage, compiling
@@ -153,11 +154,27 @@ class Parallel(Evaluating, Saving):
         """Set up training on the rank of these communicators. Collective.
 
         values: full tensors by original name, at least those of this rank's stages. Default: `initial_values`.
-        Raises PlanError if the ranks do not have the same program.
+        Raises PlanError if the ranks do not have the same program, arguments and values.
         """
         check_same_program(self.program.files, communicators)
+        check_same_arguments(
+            {
+                "optimizer": self._optimizer,
+                "optimizer_options": self._optimizer_options,
+                "parameter_groups": [(g.names, g.options, g.optimizer) for g in self._groups],
+                "clip_norm": self._clip_norm,
+                "seed": self._seed,
+                "non_finite": self._non_finite,
+            },
+            communicators,
+        )
         layout = self.layout
         held = layout.mesh.stages_of(communicators.stage)
+        own = self._source.model if values is None else nn.Module()
+        values = self.initial_values(held) if values is None else values
+        check_same_values(
+            {**dict(own.named_parameters()), **dict(own.named_buffers()), **values}, layout, communicators
+        )
         key = DropoutKey(self._seed)
         with torch.device("meta"):
             axes = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)
@@ -176,10 +193,16 @@ class Parallel(Evaluating, Saving):
             clip_norm=self._clip_norm,
             groups=self._groups,
             non_finite=self._non_finite,
-            check=self._planned.check,
+            check=self._check,
             **self._optimizer_options,
         )
-        self._trainer.load_parameters(self.initial_values(held) if values is None else values)
+        self._trainer.load_parameters(values)
+
+    def _check(self) -> None:
+        """Raise InputsError if the model has changed, or the optimizer has hooks."""
+        self._planned.check()
+        if self._trainer is not None and self.plan.world > 1:
+            check_no_hooks(self._trainer.optimizer)
 
     @property
     def _running(self) -> Trainer:
@@ -283,4 +306,6 @@ class Parallel(Evaluating, Saving):
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
         model = self._source.model
         others = values_for(model, [n for n in model.state_dict(keep_vars=True) if n not in found], self._seed)
-        return {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
+        result = {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
+        self._planned.gave(result)
+        return result

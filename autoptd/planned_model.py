@@ -1,50 +1,160 @@
-"""Numbers and flags of a user's model, which a program holds as they were when it was planned."""
+"""The user's model as it was planned: its numbers, values, structure and hooks, which a program does not follow."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autoptd.errors import InputsError
+from autoptd.planned_reads import (
+    ReadValue,
+    TensorValue,
+    methods_of,
+    names_in,
+    of_functions,
+    of_module,
+    sampled_bytes,
+    some_bytes,
+)
 
-_KINDS = (bool, int, float, str)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ANNEAL = (
+    "pass what changes in many steps as an input of forward, a number per sample, or count in a buffer; call "
+    "parallelize again for what changes once; in eval_step the program is in evaluation mode by itself"
+)
+_VALUES = (
+    "the program trains tensors of its own, so load weights before parallelize, or with par.load; read them with "
+    "par.state_dict(); what changes in every step belongs in forward, in its inputs, or in the step of an optimizer "
+    "of your own (optimizer=)"
+)
+_AGAIN = "change the model before parallelize, or call parallelize again"
 
 
 class PlannedModel:
-    """A model as it was planned: the numbers and strings among its modules' attributes, and what is trained.
+    """A model and its loss as they were planned.
 
-        model.beta = 0.5               annealed in the training loop
-        model.requires_grad_(False)    frozen after some steps
-        model.eval()                   dropout off
+        model.beta = args.beta = 0.5         annealed in the training loop
+        model.requires_grad_(False)          frozen after some steps
+        model.eval()                         dropout off
+        model.load_state_dict(…), p.clamp_() other values, in tensors that are not those that are trained
+        model.head = …, p.register_hook(…)   another structure, another backward pass
 
     Nothing of this reaches a program, so a step fails once it has changed.
     """
 
     def __init__(self, model: nn.Module, loss: object) -> None:
-        """Note what a model's modules hold, and those of a loss that is a module."""
+        """Note what a model's modules hold, those of a loss that is a module, and what the code of both reads."""
         roots = [root for root in (model, loss) if isinstance(root, nn.Module)]
         found = [(name, module) for root in roots for name, module in root.named_modules()]
-        self._held = [(name, vars(module), _numbers(module)) for name, module in found]
-        self._trained = [(name, p, p.requires_grad) for root in roots for name, p in root.named_parameters()]
+        methods = methods_of(module for _, module in found)
+        names = names_in(methods)
+        read = [each for name, module in found for each in of_module(name, module, names)]
+        read += of_functions(methods, loss)
+        self._read: Sequence[ReadValue] = list({(id(each.holder), repr(each.key)): each for each in read}.values())
+        self._modules = [(name, module, _structure(module), _hooks(module)) for name, module in found]
+        trained = [(name, p) for root in roots for name, p in root.named_parameters()]
+        self._trained = [(name, p, p.requires_grad, _tensor_hooks(p)) for name, p in trained]
+        self._values = _NotedTensors(found)
+        self._given: Mapping[str, Tensor] = {}
+
+    def gave(self, state: Mapping[str, Tensor]) -> None:
+        """Note trained tensors that were given to the user, who may load them into the model to evaluate it."""
+        self._given = self._values.as_given(state)
 
     def check(self) -> None:
-        """Raise InputsError naming the first attribute that has another value."""
-        for name, now, held in self._held:
-            for key, value in held.items():
-                if now.get(key) != value:
-                    raise _changed(f"{name}.{key}".lstrip("."), value, now.get(key))
-        for name, p, trained in self._trained:
+        """Raise InputsError naming the first thing that has changed."""
+        for each in self._read:
+            if each.differs():
+                if isinstance(each.value, TensorValue):
+                    raise _other(each.name, "has other values than", _VALUES)
+                raise _changed(each.name, each.value, each.now())
+        for name, module, structure, hooks in self._modules:
+            if (now := _structure(module)) != structure:
+                before, after = dict(structure), dict(now)
+                key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+                raise _other(f"{name}.{key}".lstrip("."), "is another object than", _AGAIN)
+            if _hooks(module) != hooks:
+                raise _other(name or "the model", "has other hooks than", _AGAIN)
+        for name, p, trained, registered in self._trained:
             if p.requires_grad != trained:
                 raise _changed(f"{name}.requires_grad", trained, p.requires_grad)
+            if _tensor_hooks(p) != registered:
+                raise _other(name, "has other hooks than", _AGAIN)
+        if name := self._values.changed(self._given):
+            raise _other(name, "has other values than", _VALUES)
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if type(value) in _KINDS and value == value and not key.startswith("_")
-    }
+class _NotedTensors:
+    """The values of a model's parameters and buffers."""
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        slots = [(n, d) for n, m in modules for d in (m._parameters, m._buffers)]
+        held = [(f"{n}.{k}".lstrip("."), d, k) for n, d in slots for k, x in d.items() if x is not None]
+        held = [slot for slot in held if not slot[1][slot[2]].is_meta]  # type: ignore[union-attr]
+        self._slots: Sequence[tuple[str, dict[str, Any], str]] = held
+        self._note()
+
+    def _note(self) -> None:
+        self._noted = [TensorValue(x) for x in self._tensors()]
+        self._states = [_state(x) for x in self._tensors()]
+        self._bytes = [sampled_bytes(x) for x in self._tensors()]  # views, which change with the tensors
+        self._joined = torch.cat([torch.empty(0, dtype=torch.uint8), *self._bytes])
+
+    def _tensors(self) -> list[Any]:
+        return [holder.get(key) for _, holder, key in self._slots]
+
+    def as_given(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return some bytes of each tensor of a state, in the types that the model has."""
+        pairs = zip(self._slots, self._tensors(), strict=True)
+        known = [(name, x) for (name, _, _), x in pairs if x is not None and name in state and x.numel()]
+        return {name: some_bytes(state[name].to(x.dtype).contiguous()).cpu().clone() for name, x in known}
+
+    def changed(self, given: Mapping[str, Tensor]) -> str:
+        """Return the name of a tensor with other values than noted, and than given to the user; "" if there is none.
+
+        All are compared at once, as long as none was written to.
+        """
+        tensors = self._tensors()
+        if [_state(x) for x in tensors] == self._states:
+            now = torch.cat([torch.empty(0, dtype=torch.uint8), *self._bytes])
+            if torch.equal(now, self._joined):
+                return ""
+        for (name, _, _), noted, x in zip(self._slots, self._noted, tensors, strict=True):
+            if noted.differs(x) and not (isinstance(x, Tensor) and name in given and _loaded(x, given[name])):
+                return name
+        self._note()
+        return ""
+
+
+def _loaded(x: Tensor, given: Tensor) -> bool:
+    """Return whether a model's tensor has the given bytes, as far as it is in host memory."""
+    mine = sampled_bytes(x)
+    return not len(mine) or torch.equal(mine, given)
+
+
+def _state(x: Tensor | None) -> tuple[int, int, int]:
+    """Return numbers that stay the same while a tensor is neither replaced nor written to by torch's ops."""
+    if x is None:
+        return 0, 0, 0
+    return id(x), 0 if x.is_inference() else x._version, x.data_ptr() if x.layout == torch.strided else 0
+
+
+def _structure(module: nn.Module) -> list[tuple[str, int]]:
+    """Return the identities of submodules by name, and of a replaced `forward`, and the names of parameters."""
+    parts = [*module._modules.items(), ("forward", vars(module).get("forward"))]
+    found = [(key, id(part)) for key, part in parts if part is not None]
+    return found + [(key, 0) for key, x in module._parameters.items() if x is not None]
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    return [key for kind in _HOOKS for key in getattr(module, kind)]
+
+
+def _tensor_hooks(p: Tensor) -> list[int]:
+    return [key for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) for key in hooks or ()]  # type: ignore[attr-defined]
 
 
 def _changed(name: str, planned: object, now: object) -> InputsError:
@@ -52,6 +162,9 @@ def _changed(name: str, planned: object, now: object) -> InputsError:
         f"{name} of the model was {planned!r} when it was planned and is {now!r} now; the program would go on with "
         f"{planned!r}",
         where=name,
-        fix="pass what changes in many steps as an input of forward, a number per sample, or count in a buffer; call "
-        "parallelize again for what changes once; in eval_step the program is in evaluation mode by itself",
+        fix=_ANNEAL,
     )
+
+
+def _other(name: str, differs: str, fix: str) -> InputsError:
+    return InputsError(f"{name} {differs} when the model was planned, which no step would notice", where=name, fix=fix)

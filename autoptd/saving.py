@@ -160,4 +160,5 @@ class Saving(RunningRank):
             "aliases": dict(self._source.folded.traced.aliases),
             "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
         }
-        return Session(self._running, self.plan, untrained, manifest)
+        unused = frozenset(names) - {*layout.parameters, *layout.buffers}
+        return Session(self._running, self.plan, untrained, manifest, unused)

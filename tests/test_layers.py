@@ -34,7 +34,7 @@ plans.model
 runtime codegen search
 plans export
 compile checkpoint
-trace_cache
+trace_cache planned_reads
 explain out_of_memory planned_model
 running trackers
 stopping

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import autoptd
+from autoptd.errors import RuntimeFault
 from autoptd.runtime import profiler_ranges as ranges
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
@@ -53,19 +54,20 @@ def schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-def alone() -> dict[str, Tensor]:
+def alone(steps: int = STEPS, *, counted: bool = True) -> dict[str, Tensor]:
     plain = model()
     biases = [p for n, p in plain.named_parameters() if n.endswith("bias")]
     others = [p for n, p in plain.named_parameters() if not n.endswith("bias")]
     optimizer = torch.optim.SGD([{"params": others}, {"params": biases, "lr": 0.2}], lr=0.05, momentum=0.9)
-    counting, looking = schedulers(optimizer)
-    for step in range(STEPS):
+    counting, looking = schedulers(optimizer) if counted else (None, None)
+    for step in range(steps):
         optimizer.zero_grad()
         loss = squares(plain(**batch(step)))
         loss.backward()
         optimizer.step()
-        counting.step()
-        looking.step(loss.detach())
+        if counted:
+            counting.step()
+            looking.step(loss.detach())
     return {n: p.detach() for n, p in plain.named_parameters()}
 
 
@@ -92,6 +94,31 @@ def test_schedulers_do_what_they_do_on_one_process(fix: dict[str, Any]) -> None:
     for state, rates in results:
         assert rates == results[0][1]
         assert max(differences(state, expected).values()) < 1e-12
+
+
+@pytest.mark.parametrize("fix", [{"dp": 2, "zero": 0}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_optimizer_s_own_step_changes_nothing_and_its_hooks_are_refused(fix: dict[str, Any], hooked: bool) -> None:
+    parallel = made(2, **fix)
+    values = parallel.initial_values()
+    parallel.stage_module(0)
+
+    def body(c: Communicators) -> dict[str, Tensor]:
+        mine = copy.copy(parallel)
+        mine.start(c, values)
+        if hooked:
+            mine.optimizer.register_step_pre_hook(lambda *_: None)
+        for step in range(2):
+            mine.train_step({"input": batch(step)["input"].chunk(mine.dp_size)[mine.dp_rank]})
+            mine.optimizer.step()
+        return mine.state_dict()
+
+    if hooked:
+        with pytest.raises(RuntimeFault, match="InputsError: the optimizer has hooks of its steps"):
+            run_lockstep(parallel.layout.mesh, body)
+        return
+    for state in run_lockstep(parallel.layout.mesh, body):
+        assert max(differences(state, alone(2, counted=False)).values()) < 1e-12
 
 
 def test_every_action_is_a_range_in_the_plan_s_words() -> None:

@@ -10,7 +10,7 @@ import io
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from autoptd.runtime.optimizers.several import defaults_by_group, described
 
 _COMMENT = struct.Struct("<H")  # length of the comment, the last field of an archive
 _END = b"PK\x05\x06"  # signature of an archive's last record: 22 bytes if there is no comment
+_SHOWN = 8  # parameters named in an error
 _DIGEST = 64  # hexadecimal digits
 
 
@@ -40,6 +41,7 @@ class _Random(BaseModel):
 class _Optimizer(BaseModel):
     name: Annotated[str, Field(alias="class")]
     groups: Annotated[list[dict[str, Any]], Field(max_length=100_000)]
+    names: Annotated[list[list[str]] | None, Field(max_length=100_000)] = None  # of each group's parameters
 
 
 class TrainingProgress(BaseModel):
@@ -158,6 +160,19 @@ def check_optimizer(where: Path, progress: Mapping[str, Any], optimizer: torch.o
             if not _is_like(group[name], value):
                 what = f"group {number} of the checkpoint's optimizer has {name} = {brief(ascii(group[name]))}"
                 raise CheckpointError(what, where=str(where), fix=skip)
+
+
+def check_groups(where: Path, progress: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
+    """Raise CheckpointError for a parameter in another group than before: it would get that group's options."""
+    before = {name: i for i, names in enumerate(progress["optimizer"].get("names") or ()) for name in names}
+    moved = [(name, i) for i, names in enumerate(groups) for name in names if before.get(name, i) != i]
+    if moved:
+        lines = [f"{name}: in group {before[name]} of the checkpoint, {i} of the optimizer" for name, i in moved]
+        raise CheckpointError(
+            "the checkpoint has other parameters in the groups of the optimizer, whose options it would bring",
+            where="\n".join([str(where), *lines[:_SHOWN]]),
+            fix="give the same parameter_groups, or load it with optimizer=False to restore the parameters alone",
+        )
 
 
 def _is_like(saved: Any, default: Any) -> bool:

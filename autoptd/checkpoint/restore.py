@@ -15,7 +15,7 @@ from autoptd.checkpoint import contents, dcp, folder
 from autoptd.checkpoint.entries import COUNTS, MOMENTS, NUMBERS, Entry, model_entries, optimizer_entry
 from autoptd.checkpoint.files import LOAD_OLDER
 from autoptd.checkpoint.index import Index
-from autoptd.checkpoint.progress import check_optimizer, read_progress
+from autoptd.checkpoint.progress import check_groups, check_optimizer, read_progress
 from autoptd.checkpoint.state_parts import WITHIN, joined, made_in_a_step, parts
 from autoptd.cost_models.complaints import brief
 from autoptd.errors import CheckpointError
@@ -34,10 +34,12 @@ def restore(
     *,
     optimizer: bool,
     others: Collection[str] = (),
+    unused: Collection[str] = (),
 ) -> dict[str, Any]:
     """Fill parameters and, if `optimizer`, the optimizer's state; returns the fields of `progress.pt`. A collective.
 
-    others: names of further states that the checkpoint must hold. Everything is checked before anything is changed.
+    others: names of further states that the checkpoint must hold. unused: names of the model's tensors that the plan
+    does not hold, since no step reads them. Everything is checked before anything is changed.
     Raises CheckpointError on all ranks if one finds a fault.
     """
     where = folder.find(path)
@@ -45,7 +47,7 @@ def restore(
     _check_files(where, manifest, trainer.communicators)
     known = contents.index_of(where, manifest)
     entries = list(model_entries(trainer, untrained))
-    _check_shapes(where, _required(trainer, untrained), known)
+    _check_shapes(where, _required(trainer, untrained), known, unused)
     progress = read_progress(where, manifest)
     if missing := [name for name in others if name not in progress["others"]]:
         known_others = brief(", ".join(map(ascii, progress["others"])) or "none")
@@ -54,6 +56,7 @@ def restore(
         )
     if optimizer:
         check_optimizer(where, progress, trainer.optimizer)
+        check_groups(where, progress, trainer.update.groups)
         _check_moments(where, known, trainer)
         states = _empty_states(trainer, known)
         made = _made(states, trainer)
@@ -63,6 +66,10 @@ def restore(
     trainer.settle()
     dcp.read(where, known, entries, group)
     _report(where, entries, manifest, trainer.communicators)
+    left = [name for name in progress["others"] if name not in others]
+    if left and optimizer and trainer.communicators.rank == 0:
+        shown = brief(", ".join(map(ascii, left)))
+        warnings.warn(f"{where}: the saved state of {shown} is not restored: give others=", stacklevel=5)
     if optimizer:
         _fill_optimizer(trainer, states, made, progress["optimizer"]["groups"])
     trainer.take_pieces()
@@ -111,8 +118,9 @@ def _required(trainer: Trainer, untrained: Collection[str]) -> dict[str, tuple[i
     return {name: tuple(spec.shape) for name, spec in specs.items() if spec.trainable or name in untrained}
 
 
-def _check_shapes(where: Path, required: Mapping[str, tuple[int, ...]], known: Index) -> None:
-    wrong = []
+def _check_shapes(where: Path, required: Mapping[str, tuple[int, ...]], known: Index, unused: Collection[str]) -> None:
+    saved = [key.removeprefix("model.") for key in known if key.startswith("model.")]
+    wrong = [f"{name}: not in the model" for name in saved if name not in required and name not in unused]
     for name, shape in required.items():
         key = f"model.{name}"
         if key not in known:

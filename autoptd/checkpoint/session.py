@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -32,10 +34,19 @@ class Session:
     """Checkpoints of a running trainer. Construction is a collective of all ranks of the world.
 
     untrained: names of frozen parameters and persistent buffers. described: the manifest's fields about the model.
+    unused: names of the model's tensors that the plan does not hold.
     """
 
-    def __init__(self, trainer: Trainer, plan: Plan, untrained: frozenset[str], described: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        plan: Plan,
+        untrained: frozenset[str],
+        described: Mapping[str, Any],
+        unused: frozenset[str] = frozenset(),
+    ) -> None:
         self._trainer, self._plan, self._still, self._described = trainer, plan, untrained, described
+        self._unused = unused
         self._saver = Saver()
 
     def save(self, root: Path, step: int, others: Mapping[str, Stateful], keep: int | None) -> None:
@@ -44,11 +55,14 @@ class Session:
         trainer.settle()
         entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
         groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
+        names = [[*group] for group in trainer.update.groups]
+        states = {name: other.state_dict() for name, other in others.items()}
+        self._compare(states)
         progress = {
             "step": step,
             "random": {"seed": trainer.dropout.seed, "step": trainer.dropout.step},
-            "optimizer": {"class": described(trainer.optimizer), "groups": groups},
-            "others": {name: other.state_dict() for name, other in others.items()},
+            "optimizer": {"class": described(trainer.optimizer), "groups": groups, "names": names},
+            "others": states,
             "loss_scale": trainer.finite.scaling.state_dict() if trainer.finite.scaling is not None else None,
         }
         manifest = {
@@ -61,6 +75,18 @@ class Session:
             },
         }
         self._saver.start(root, step, entries, progress, {folder.PLAN: self._plan.to_json()}, manifest, keep)
+
+    def _compare(self, states: Mapping[str, Any]) -> None:
+        """Warn on rank 0 of states that differ over the ranks: only its own are saved. A collective."""
+        c = self._trainer.communicators
+        if c.world.size == 1:
+            return
+        for name, state in states.items():
+            number = int.from_bytes(hashlib.sha256(_text(state).encode()).digest()[:6], "big")
+            most, least = c.world.all_reduce(torch.tensor([number, -number], device=c.device), "max").tolist()
+            if most != -least and c.rank == 0:
+                text = f"the state of {name!r} in others differs over the ranks, and rank 0's alone is saved"
+                warnings.warn(f"{text}: put what ranks have of their own into one state, by rank", stacklevel=5)
 
     def wait(self) -> None:
         self._saver.wait()
@@ -97,7 +123,13 @@ class Session:
         """Load a checkpoint. Returns the step after which it was written."""
         self.wait()
         progress = restore(
-            path, self._trainer, self._still, self._saver.group, optimizer=optimizer, others=others.keys()
+            path,
+            self._trainer,
+            self._still,
+            self._saver.group,
+            optimizer=optimizer,
+            others=others.keys(),
+            unused=self._unused,
         )
         for name, other in others.items():
             other.load_state_dict(progress["others"][name])
@@ -105,3 +137,14 @@ class Session:
         if self._trainer.finite.scaling is not None and progress.get("loss_scale") is not None:
             self._trainer.finite.scaling.load_state_dict(progress["loss_scale"])
         return int(progress["step"])
+
+
+def _text(state: Any) -> str:
+    """Return a text of a state that is the same on all ranks that have the same values."""
+    if isinstance(state, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(value)}" for key, value in state.items()) + "}"
+    if isinstance(state, (list, tuple)):
+        return "(" + ", ".join(map(_text, state)) + ")"
+    if isinstance(state, (set, frozenset)):
+        return _text(sorted(map(_text, state)))
+    return str(state.tolist()) if isinstance(state, torch.Tensor) else repr(state)

@@ -1,12 +1,13 @@
-"""Agreement of all ranks on the batch of a step, by three numbers in the all-reduce that ends the step anyway.
+"""Agreement of all ranks on the batch of a step, by four numbers in the all-reduce that ends the step anyway.
 
 Each rank checks its own batch before it communicates. A rank with a wrong batch (none, because its data loader ran
 dry; another dtype; a longer sequence) must not leave its peers waiting. It therefore runs the step with a substitute,
-zeros of the planned sizes, and all ranks sum up three numbers:
+zeros of the planned sizes, and all ranks sum up four numbers:
 
     faults    1 if the rank's batch is wrong, else 0           sum 0: the step is taken
     digest    digest · weight, Σ weight = 0 over a dp share    sum 0: ranks that share samples got the same ones
     shared    the same of inputs without samples, Σ over all   sum 0: all ranks got the same ones
+    options   the same of the optimizer's options              sum 0: all ranks update with the same ones
 
 Otherwise no rank takes the step, and all raise the InputsError of the first rank that has one. The sums are exact: a
 digest has 20 bits, weights are below n²/2 for the n ranks of a share, and float64 is exact up to 2^53.
@@ -14,6 +15,7 @@ digest has 20 bits, weights are below n²/2 for the n ranks of a share, and floa
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,10 +37,11 @@ from autoptd.runtime.batch import (
     sample_count,
     stand_in,
 )
+from autoptd.runtime.comm.handshake import apart
 from autoptd.runtime.comm.interfaces import Communicators, all_gather_text
 
 _TEXT = 2000  # bytes of an error that other ranks receive
-NUMBERS = 3  # faults, digest, shared
+NUMBERS = 4  # faults, digest, shared, options
 _PARTS, _SEPARATOR = 3, "\x1f"  # what, where, fix
 
 
@@ -54,6 +57,7 @@ class Agreement:
         self._samples = layout.micro * layout.microbatches
         self._fault: InputsError | None = None
         self._digests = [torch.zeros((), dtype=torch.float64)] * 2
+        self._options = ""  # the optimizer's, in words
 
     def take(
         self, batch: Mapping[str, Any], microbatches: int | None, check: Callable[[], None] = lambda: None
@@ -109,12 +113,19 @@ class Agreement:
             found.update((symbol, n) for symbol, n in zip(spec.symbols, sizes, strict=True) if symbol)
         return found
 
-    def row(self) -> Tensor:
-        """Return this rank's contribution to the sum over the world: [NUMBERS], float64."""
+    def row(self, options: Callable[[], str] = lambda: "") -> Tensor:
+        """Return this rank's contribution to the sum over the world: [NUMBERS], float64.
+
+        options: returns those of the optimizer in words, a line for each.
+        """
+        self._options = options() if self._compared[1] else ""
+        number = int.from_bytes(hashlib.sha256(self._options.encode()).digest()[:4], "big") >> 12
         device = self._comm.device
         wrong = torch.full((), float(self._fault is not None), dtype=torch.float64, device=device)
         digests = zip(self._digests, self._weights, strict=True)
-        return torch.stack((wrong, *(on_device(found, torch.float64, device) * weight for found, weight in digests)))
+        last = torch.full((), float(number * self._weights[1]), dtype=torch.float64, device=device)
+        found = (on_device(each, torch.float64, device) * weight for each, weight in digests)
+        return torch.stack((wrong, *found, last))
 
     def holds(self, agreed: Sequence[float]) -> bool:
         """Return whether the step may be taken; `agreed`: the rows of all ranks, summed."""
@@ -122,13 +133,15 @@ class Agreement:
 
     def refuse(self, agreed: Sequence[float]) -> None:
         """Raise the same InputsError on all ranks, when `holds` is False. A collective."""
-        faults, _, shared = agreed
+        faults, _, shared, options = agreed
         if shared and not faults:
             raise InputsError(
                 "ranks were given different values of inputs that all samples share",
                 where=", ".join(self._layout.shared),
                 fix="give the same on all ranks: compute it from the step, or draw it on one rank and send it",
             )
+        if options and not faults:
+            raise self._other_options()
         if not faults:
             raise self._differ()
         rank, error = self._first()
@@ -143,6 +156,18 @@ class Agreement:
         each = all_gather_text(mine, self._comm.world, self._comm.device, _TEXT)
         first = next(rank for rank, text in enumerate(each) if text)
         return first, (each[first].split(_SEPARATOR) + [""] * _PARTS)[:_PARTS]
+
+    def _other_options(self) -> InputsError:
+        """Return the error for ranks whose optimizers have different options. A collective."""
+        each = [
+            text.splitlines() for text in all_gather_text(self._options, self._comm.world, self._comm.device, _TEXT)
+        ]
+        lines = next((list(line) for line in zip(*each, strict=False) if len(set(line)) > 1), [])
+        return InputsError(
+            "the optimizer has different options on the ranks",
+            where="\n".join(apart(lines)),
+            fix="change param_groups, and step schedulers, on all ranks alike; loss and grad_norm are the same on all",
+        )
 
     def _differ(self) -> InputsError:
         """Return the error for ranks of one dp share with different samples."""

@@ -22,6 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import PlanError
+from autoptd.layout.layout import Layout
+from autoptd.runtime.batch import digest
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.lazy_tensor import Stored
 
 _SHOWN = 12  # tensors named in an error
 
@@ -54,6 +58,32 @@ def values_for(
             fix="give the modules that own them reset_parameters(), or build the model on the CPU, where it has values",
         )
     return {n: found[canonical.get(n, n)] for n in asked}
+
+
+def check_same_values(values: Mapping[str, Tensor | Stored], layout: Layout, c: Communicators) -> None:
+    """Compare the ranks' values of each tensor, by a digest. Collective. Raises PlanError naming those that differ.
+
+    `values`: full tensors by name, also of other stages. Those on meta or in files are not compared.
+    """
+    specs = {**layout.parameters, **layout.buffers}
+    if c.world.size == 1 or not specs:
+        return
+    least = torch.full((2, len(specs)), -(2**20), dtype=torch.int64)
+    for place, name in enumerate(specs):
+        x = values.get(name)
+        if isinstance(x, Tensor) and x.numel() and not x.is_meta:
+            number = int(digest([x.detach()]))
+            least[0, place], least[1, place] = number, -number
+    most, minus_least = c.world.all_reduce(least.to(c.device), "max").tolist()
+    held = zip(specs, most, minus_least, strict=True)
+    if wrong := [name for name, high, low in held if high != -low and low != -(2**20)]:
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise PlanError(
+            "the model has other values on some ranks than on others",
+            where="\n".join([*wrong[:_SHOWN], *more]),
+            fix="build the model alike on all ranks: torch.manual_seed(0) before it is made, the same file of weights "
+            "after; or build it on meta, where seed= gives the values",
+        )
 
 
 def _outline(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -139,6 +140,64 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, name: 
     with pytest.raises(CheckpointError, match=message):
         other.load(tmp_path, **keywords)
     assert same(other.state_dict(), before) and other.step == 0
+
+
+def test_a_deeper_model_s_checkpoint_is_refused(tmp_path: Path) -> None:
+    deeper, first = made(sizes=DEEPER), made()
+    deeper.save(tmp_path)
+    before = {n: x.clone() for n, x in first.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"of another model(.|\n)*blocks.1.norm_1.weight: not in the model"):
+        first.load(tmp_path)
+    assert same(first.state_dict(), before)
+
+
+def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
+    """It would take the options that the checkpoint has for that group."""
+    first = made(parameter_groups=[{"names": "*norm*", "lr": 0.5}])
+    second = made(parameter_groups=[{"names": "*norm_1*", "lr": 0.5}])
+    step(first)
+    first.save(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"other parameters in the groups(.|\n)*norm_2.weight: in group 1 .* 0 of the opt"
+    ):
+        second.load(tmp_path)
+    assert second.load(tmp_path, optimizer=False) == 1
+    again = made(parameter_groups=[{"names": ["*norm_1*", "*norm*"], "lr": 0.1}])
+    again.load(tmp_path)
+    assert again.optimizer.param_groups[1]["lr"] == 0.5
+
+
+def test_a_state_that_is_not_restored_is_named(tmp_path: Path) -> None:
+    first, second = made(), made()
+    first.save(tmp_path, others={"rates": MultiStepLR(first.optimizer, [1])})
+    with pytest.warns(UserWarning, match="the saved state of 'rates' is not restored"):
+        second.load(tmp_path)
+    with pytest.warns(UserWarning, match="the saved state of 'rates' is not restored"):
+        second.resume(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.load(tmp_path, optimizer=False)
+        second.load(tmp_path, others={"rates": MultiStepLR(second.optimizer, [1])})
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_state_that_only_one_rank_has_is_named(own: bool) -> None:
+    """Rank 0's is saved, and all ranks would go on with it."""
+    parallel = made(world=2, fix={"dp": 2})
+    values = parallel.initial_values()
+    parallel.stage_module(0)
+
+    def body(c: Communicators) -> None:
+        mine = copy.copy(parallel)
+        mine.start(c, values)
+        state = {"seen": {3, 1}, "order": torch.arange(3), "best": [1.0, float("nan")]}
+        mine._session._compare({"alike": state, "random": {"seed": c.rank if own else 0}})
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_lockstep(parallel.layout.mesh, body)
+    said = [str(each.message) for each in caught if "differs over the ranks" in str(each.message)]
+    assert len(said) == own and all("'random'" in text for text in said)
 
 
 def test_what_went_wrong_beside_training_is_raised_by_the_next_call(tmp_path: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.errors import RuntimeFault
+from autoptd.errors import InputsError, RuntimeFault
 from autoptd.parallel import Parallel
 from autoptd.testing.parity import train_in_lockstep
 
@@ -44,6 +45,148 @@ CHANGES: dict[str, Callable[[Annealed], object]] = {
     "layers.0.weight.requires_grad": frozen,
     "training": lambda model: model.eval(),
 }
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * SETTINGS["scale"] * OPTIONS.scale
+
+
+SETTINGS, OPTIONS = {"scale": 1.0, "step": 0}, SimpleNamespace(scale=1.0, step=0)
+
+
+class Reading(nn.Module):
+    """A model that reads what is no number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("temperature", torch.tensor(1.0))
+        self.weights, self.config, self._rate = [1.0, 2.0], SimpleNamespace(power=2, unread=0), 1.0
+        self.mask, self.seen = torch.ones(4), list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.inner(x) * self.mask) * self.temperature * self._rate
+        return scaled(y.pow(self.config.power) * self.weights[1]).mean()
+
+    def note(self, loss: Tensor) -> None:
+        self.seen.append(float(loss))
+
+
+def given(change: Callable[[Reading], object]) -> tuple[Reading, Parallel, dict[str, Tensor]]:
+    """Plan the model for two ranks, then change it."""
+    torch.manual_seed(0)
+    model, batch = Reading().double(), {"x": torch.randn(4, 4, dtype=torch.float64)}
+    parallel = autoptd.parallelize(
+        model, world=2, cluster="dgx-h100", batch=4, inputs={"x": batch["x"]}, precision="fp64", fix={"dp": 2}
+    )
+    change(model)
+    return model, parallel, batch
+
+
+def clamp(model: Reading) -> None:
+    with torch.no_grad():
+        model.inner.weight.clamp_(-0.1, 0.1)
+
+
+def replaced(model: Reading) -> None:
+    model.inner = nn.Linear(4, 4)
+
+
+def halved(model: Reading) -> None:
+    model._rate = 0.5
+
+
+def head(model: Reading) -> None:
+    model.inner.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+
+VALUES, OTHER_HOOKS = "has other values than when", "has other hooks than when"
+UNSEEN: dict[str, tuple[Callable[[Reading], object], str]] = {
+    "a weight in place": (clamp, f"inner.weight {VALUES}"),
+    "a weight by .data": (lambda m: m.inner.weight.data.mul_(0.9), f"inner.weight {VALUES}"),
+    "another weight": (head, f"inner.weight {VALUES}"),
+    "weights loaded": (lambda m: m.load_state_dict({**m.state_dict(), "inner.bias": torch.ones(4)}), VALUES),
+    "a buffer": (lambda m: m.temperature.fill_(0.5), f"temperature {VALUES}"),
+    "a tensor": (lambda m: m.mask.zero_(), f"mask {VALUES}"),
+    "a number in a list": (lambda m: m.weights.__setitem__(1, 0.5), "weights of the model was"),
+    "a number in an object": (lambda m: setattr(m.config, "power", 4), "config.power of the model was 2"),
+    "a private number": (halved, "_rate of the model was 1.0"),
+    "a number in a dict": (lambda m: SETTINGS.update(scale=0.5), "SETTINGS.'scale'. of the model was 1.0"),
+    "a global option": (lambda m: setattr(OPTIONS, "scale", 0.5), "OPTIONS.scale of the model was 1.0"),
+    "a module": (replaced, "inner is another object than when"),
+    "a hook of a module": (lambda m: m.inner.register_forward_hook(lambda *_: None), f"inner {OTHER_HOOKS}"),
+    "a hook of backward": (lambda m: m.register_full_backward_hook(lambda *_: None), f"the model {OTHER_HOOKS}"),
+    "a hook of a weight": (lambda m: m.inner.weight.register_hook(lambda g: g * 2), f"inner.weight {OTHER_HOOKS}"),
+}
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    yield
+    SETTINGS.update(scale=1.0, step=0)
+    vars(OPTIONS).update(scale=1.0, step=0)
+
+
+@pytest.mark.fault("a changed model")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_change_that_no_step_would_see_is_refused(name: str) -> None:
+    change, said = UNSEEN[name]
+    _, parallel, batch = given(change)
+    with pytest.raises(RuntimeFault, match=f"InputsError: .*{said}"):
+        train_in_lockstep(parallel, [batch])
+
+
+def test_numbers_that_a_loss_closes_over_are_noted() -> None:
+    model, rate = nn.Linear(4, 4).double(), 1.0
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().mean() * rate
+
+    batch = {"input": torch.ones(4, 4, dtype=torch.float64)}
+    parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, loss=loss, precision="fp64")
+    parallel.train_step(batch)
+    rate = 0.5
+    with pytest.raises(InputsError, match=r"rate of the model was 1\.0"):
+        parallel.train_step(batch)
+
+
+def test_a_parametrization_after_a_step_is_refused() -> None:
+    model, batch = nn.Sequential(nn.Linear(4, 4)), {"input": torch.ones(4, 4)}
+    parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, loss=torch.mean, precision="fp32")
+    parallel.train_step(batch)
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(InputsError, match="is another object than when"):
+        parallel.train_step(batch)
+
+
+def harmless(model: Reading) -> None:
+    """Change what neither forward nor the loss reads."""
+    model.note(torch.ones(()))
+    model.config.unread = 1
+    SETTINGS["step"] += 1
+    OPTIONS.step += 1
+    model.to(torch.float64)
+
+
+def test_what_no_code_reads_may_change() -> None:
+    _, parallel, batch = given(harmless)
+    train_in_lockstep(parallel, [batch])
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_trained_weights_may_be_loaded_into_the_model(assign: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Annealed(), {"x": torch.randn(4, 4)}
+    parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
+    for _ in range(3):
+        parallel.train_step(batch)
+        model.load_state_dict(parallel.state_dict(), assign=assign)
+        model.eval()(batch["x"])
+        model.train()
+    with torch.no_grad():
+        model.layers[2].weight.mul_(0.5)  # type: ignore[union-attr,operator]
+    with pytest.raises(InputsError, match=f"layers.2.weight {VALUES}"):
+        parallel.train_step(batch)
 
 
 def made(world: int) -> tuple[Annealed, Parallel, dict[str, Tensor]]:

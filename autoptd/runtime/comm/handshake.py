@@ -1,25 +1,28 @@
-"""The handshakes before the first step: all ranks compare programs, neighbouring stages the messages of a step.
+"""Handshakes before the first step: all ranks compare programs and arguments, neighbouring stages their messages.
 
-Without them, ranks with different programs would hang or train wrongly, and bytes in the wrong order, or of another
-dtype of the same size, would be received without an error.
+Without them, ranks with different programs or options would hang or train wrongly, and bytes in the wrong order, or of
+another dtype of the same size, would be received without an error.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ops.group import Handle
-from autoptd.runtime.comm.interfaces import Channel, Communicators
+from autoptd.runtime.comm.interfaces import Channel, Communicators, all_gather_text
+
+_SHOWN_BYTES = 200  # of each rank's argument in an error
 
 
 def check_same_program(files: Mapping[str, str], communicators: Communicators) -> None:
     """Compare the emitted files (name -> text) of all ranks. Collective. Raises PlanError if they differ."""
     text = "\0".join(files.values())
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    digest = _number(text)
     agreed = torch.tensor([digest, -digest], dtype=torch.int64, device=communicators.device)
     highest, lowest = communicators.world.all_reduce(agreed, "max").tolist()
     if (highest, -lowest) != (digest, digest):
@@ -28,6 +31,48 @@ def check_same_program(files: Mapping[str, str], communicators: Communicators) -
             where=f"rank {communicators.world.rank}",
             fix="use the same model, torch and autoptd on all ranks, or pass one plan file: plan='plan.json'",
         )
+
+
+def check_same_arguments(arguments: Mapping[str, object], communicators: Communicators) -> None:
+    """Compare arguments of all ranks, by name. Collective. Raises PlanError naming the first that differs."""
+    texts = [_text(value) for value in arguments.values()]
+    found = [_number(text) for text in texts]
+    agreed = torch.tensor([*found, *(-x for x in found)], dtype=torch.int64, device=communicators.device)
+    highest, lowest = communicators.world.all_reduce(agreed, "max").view(2, -1).tolist()
+    for name, text, most, least in zip(arguments, texts, highest, lowest, strict=True):
+        if most != -least:
+            each = all_gather_text(text, communicators.world, communicators.device, _SHOWN_BYTES)
+            raise PlanError(
+                f"the ranks were given different {name}",
+                where="\n".join(apart(each)),
+                fix=f"give all ranks the same {name}",
+            )
+
+
+def apart(each: Sequence[str]) -> list[str]:
+    """Return a line for each of the first different texts, with the ranks that have it; `each`: by rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(each):
+        ranks.setdefault(text, []).append(rank)
+    named = ((f"rank {r[0]}" if len(r) == 1 else f"ranks {', '.join(map(str, r[:8]))}", t) for t, r in ranks.items())
+    return [f"{who}{', …' * (len(ranks[text]) > 8)}: {text}" for who, text in named][:4]
+
+
+def _text(value: object) -> str:
+    """Return a text that is the same in another process; functions and classes by their names."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_text(value[key])}" for key in sorted(value, key=str)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_text, value)) + ")"
+    if isinstance(value, (set, frozenset)):
+        return _text(sorted(map(_text, value)))
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 def exchange(

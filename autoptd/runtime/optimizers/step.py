@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoptd.errors import PlanError
+from autoptd.errors import InputsError, PlanError
 from autoptd.layout.layout import Layout
 from autoptd.layout.owners import Owners
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.optimizers.groups import ParameterGroup, choose
 from autoptd.runtime.optimizers.named import Factory
+from autoptd.runtime.optimizers.several import defaults_by_group
 from autoptd.runtime.optimizers.whole_tensors import WholeTensors
 from autoptd.runtime.zero.param_buffers import ParameterShard
 
@@ -34,6 +35,8 @@ class Updated:
 
 class OptimizerStep:
     """The optimizer of a rank (`optimizer`) and what it updates (`updated`). Construction is a collective.
+
+    `groups`: names of the model's parameters in each of torch's groups, on whichever rank.
 
     `whole`: names of the model's parameters that are updated as a whole, on whichever rank.
     """
@@ -66,12 +69,25 @@ class OptimizerStep:
         self._waits = bool(on_host) and c.device.type == "cuda"  # for gradients to be on the host
         parameters = {piece.name: piece.param for piece in self._flat} | self._whole.parameters
         self.optimizer = chosen.build(parameters)
+        self.groups = [group.names for group in chosen.groups]
+        self._defaults = defaults_by_group(self.optimizer)
         self._whole.free()
         self.updated = [Updated(piece.name, piece.param, piece, piece.counts) for piece in self._flat]
         for whole in self._owners.of(c.rank):
             first = layout.mesh.holder(layout.parameters[whole.name].stages[0]) == c.stage
             counts = first and self._owners.counts(whole)
             self.updated.append(Updated(whole.name, self._whole.parameters[whole.name], None, counts))
+
+    def options(self) -> str:
+        """Return the options of each group as text, a line for each: those that the optimizer's class has by default.
+
+        Tensors on a device, which the host would wait for, are left out, and so is what else the class may put there.
+        """
+        lines = []
+        for i, (group, defaults) in enumerate(zip(self.optimizer.param_groups, self._defaults, strict=False)):
+            shown = ((key, _plain(group.get(key))) for key in sorted(defaults))
+            lines += [f"{key} = {text} in group {i}" for key, text in shown if text]
+        return "\n".join(lines)
 
     def run(self, used: Collection[str]) -> None:
         """Step parameters in `used`, which have a gradient on some rank. A collective of the stage's ranks.
@@ -83,3 +99,25 @@ class OptimizerStep:
             torch.cuda.current_stream().synchronize()
         with self._whole.gathered(used):
             self.optimizer.step()
+        for piece in self._flat:
+            piece.param.grad = None  # a second step, of a loop that calls the optimizer's own, changes nothing
+
+
+def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InputsError for hooks of the optimizer's steps, which would see this rank's parts of parameters."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # private; seen in torch 2.13.0
+        raise InputsError(
+            "the optimizer has hooks of its steps, which see one rank's flat parts of parameters and gradients",
+            where="par.optimizer",
+            fix="call what does not change them after train_step; clip with clip_norm=; write the rest into the step "
+            "of an optimizer of your own (optimizer=)",
+        )
+
+
+def _plain(value: object) -> str:
+    """Return numbers, strings and tuples of them as text; "" for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        return repr(value.item())
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_plain, value))})"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else ""
