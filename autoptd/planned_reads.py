@@ -6,6 +6,7 @@ that is a key of a dict. Values of libraries do not count.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import sys
@@ -173,7 +174,7 @@ def _of_function(function: FunctionType, calls: int, seen: set[int]) -> Iterator
         return
     seen.add(id(function))
     names, known = _names(function.__code__), function.__globals__
-    read = [(name, known, name) for name in sorted(names) if name in known]
+    read = [(name, known, name) for name in sorted(_globals(function.__code__)) if name in known]
     cells: list[tuple[str, Any, Any]] = []
     if function.__closure__:
         cells = [(n, c, None) for n, c in zip(function.__code__.co_freevars, function.__closure__, strict=True)]
@@ -194,6 +195,12 @@ def _names(code: CodeType) -> frozenset[str]:
     """Return the names and strings in some code and in the functions inside it."""
     inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union((x for x in code.co_consts if isinstance(x, str)), *inner)
+
+
+def _globals(code: CodeType) -> frozenset[str]:
+    """Return the globals that some code and the functions inside it read. Attributes may have the same names."""
+    own = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(own).union(*(_globals(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def _of_library(value: object) -> bool:

@@ -52,6 +52,7 @@ def scaled(x: Tensor) -> Tensor:
 
 
 SETTINGS, OPTIONS = {"scale": 1.0, "step": 0}, SimpleNamespace(scale=1.0, step=0)
+power = 0  # named as what a model reads of its configuration
 
 
 class Reading(nn.Module):
@@ -165,6 +166,7 @@ def harmless(model: Reading) -> None:
     model.config.unread = 1
     SETTINGS["step"] += 1
     OPTIONS.step += 1
+    globals()["power"] += 1
     model.to(torch.float64)
 
 
