@@ -36,7 +36,6 @@ from autoptd.runtime.initialise import check_same_values, values_for
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.loss_scaling import LossScale
 from autoptd.runtime.optimizers.groups import ParameterGroup
-from autoptd.runtime.optimizers.step import check_no_hooks
 from autoptd.runtime.report import StepReport, meter_of
 from autoptd.runtime.sampler import ShareSampler
 from autoptd.runtime.torch_compile import DEFAULT, check_backend, compile_stage, compiling
@@ -199,10 +198,10 @@ class Parallel(Evaluating, Saving):
         self._trainer.load_parameters(values)
 
     def _check(self) -> None:
-        """Raise InputsError if the model has changed, or the optimizer has hooks."""
-        self._planned.check()
-        if self._trainer is not None and self.plan.world > 1:
-            check_no_hooks(self._trainer.optimizer)
+        """Raise InputsError if the model has changed, or the optimizer has hooks or further groups."""
+        self._planned.check_step()
+        if self._trainer is not None:
+            self._trainer.update.check()
 
     @property
     def _running(self) -> Trainer:

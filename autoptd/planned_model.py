@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,10 +60,22 @@ class PlannedModel:
         self._trained = [(name, p, p.requires_grad, _tensor_hooks(p)) for name, p in trained]
         self._values = _NotedTensors(found)
         self._given: Mapping[str, Tensor] = {}
+        self._ahead = False  # whether a step was taken since the values were noted
+        model.register_state_dict_pre_hook(_Warning(self))
 
     def gave(self, state: Mapping[str, Tensor]) -> None:
         """Note trained tensors that were given to the user, who may load them into the model to evaluate it."""
         self._given = self._values.as_given(state)
+
+    def check_step(self) -> None:
+        """Check the model before a step, after which its own tensors are no longer those that are trained."""
+        self.check()
+        self._ahead = True
+
+    @property
+    def is_behind(self) -> bool:
+        """True if steps were taken since the user wrote to the model's tensors last."""
+        return self._ahead and self._values.are_as_noted
 
     def check(self) -> None:
         """Raise InputsError naming the first thing that has changed."""
@@ -85,6 +98,23 @@ class PlannedModel:
                 raise _other(name, "has other hooks than", _AGAIN)
         if name := self._values.changed(self._given):
             raise _other(name, "has other values than", _VALUES)
+
+
+class _Warning:
+    """A hook that warns whoever asks a model for its `state_dict`, as to save it, while that is behind.
+
+    Copies of the model, also through a file, are models of their own: they do not warn."""
+
+    def __init__(self, planned: PlannedModel | None = None) -> None:
+        self._planned = planned
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._planned is not None and self._planned.is_behind and not keep_vars:
+            text = "this state_dict has the values that training began with, and par.state_dict() has those of now"
+            warnings.warn(f"{text}: save that, or load it into the model first", stacklevel=3)
+
+    def __reduce__(self) -> tuple[type[_Warning], tuple[()]]:
+        return _Warning, ()
 
 
 class _NotedTensors:
@@ -112,13 +142,18 @@ class _NotedTensors:
         known = [(name, x) for (name, _, _), x in pairs if x is not None and name in state and x.numel()]
         return {name: some_bytes(state[name].to(x.dtype).contiguous()).cpu().clone() for name, x in known}
 
+    @property
+    def are_as_noted(self) -> bool:
+        """True if no tensor was replaced or written to by torch's ops."""
+        return [_state(x) for x in self._tensors()] == self._states
+
     def changed(self, given: Mapping[str, Tensor]) -> str:
         """Return the name of a tensor with other values than noted, and than given to the user; "" if there is none.
 
         All are compared at once, as long as none was written to.
         """
         tensors = self._tensors()
-        if [_state(x) for x in tensors] == self._states:
+        if self.are_as_noted:
             now = torch.cat([torch.empty(0, dtype=torch.uint8), *self._bytes])
             if torch.equal(now, self._joined):
                 return ""

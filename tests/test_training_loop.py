@@ -121,6 +121,23 @@ def test_the_optimizer_s_own_step_changes_nothing_and_its_hooks_are_refused(fix:
         assert max(differences(state, alone(2, counted=False)).values()) < 1e-12
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_group_of_parameters_that_is_added_is_refused(world: int) -> None:
+    parallel = made(world)
+    values = parallel.initial_values()
+    parallel.stage_module(0)
+
+    def body(c: Communicators) -> None:
+        mine = copy.copy(parallel)
+        mine.start(c, values)
+        mine.train_step({"input": batch(0)["input"].chunk(mine.dp_size)[mine.dp_rank]})
+        mine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4, dtype=torch.float64))]})
+        mine.train_step({"input": batch(1)["input"].chunk(mine.dp_size)[mine.dp_rank]})
+
+    with pytest.raises(RuntimeFault, match="InputsError: the optimizer has 3 groups of parameters, and had 2"):
+        run_lockstep(parallel.layout.mesh, body)
+
+
 def test_every_action_is_a_range_in_the_plan_s_words() -> None:
     parallel = made()
     share = batch(0)

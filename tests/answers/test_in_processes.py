@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 
 class Counts(Silent):
-    """A progress that keeps what it was told."""
+    """A progress that keeps its counts."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []

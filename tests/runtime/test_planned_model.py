@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -189,6 +193,29 @@ def test_trained_weights_may_be_loaded_into_the_model(assign: bool) -> None:
         model.layers[2].weight.mul_(0.5)  # type: ignore[union-attr,operator]
     with pytest.raises(InputsError, match=f"layers.2.weight {VALUES}"):
         parallel.train_step(batch)
+
+
+@pytest.mark.fault("a changed model")
+def test_the_values_before_training_are_not_saved_unnoticed() -> None:
+    torch.manual_seed(0)
+    model, batch = Annealed(), {"x": torch.randn(4, 4)}
+    parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
+
+    def warns(asked: nn.Module) -> bool:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.save(asked.state_dict(), io.BytesIO())
+        assert all(each.filename == __file__ for each in seen)
+        return any("values that training began with" in str(each.message) for each in seen)
+
+    assert not warns(model)
+    parallel.train_step(batch)
+    assert warns(model) and not warns(copy.deepcopy(model)) and not warns(pickle.loads(pickle.dumps(model)))
+    trained = parallel.state_dict()
+    model.load_state_dict(trained)
+    assert not warns(model)
+    parallel.train_step(batch)
+    assert warns(model)
 
 
 def made(world: int) -> tuple[Annealed, Parallel, dict[str, Tensor]]:

@@ -70,13 +70,33 @@ class OptimizerStep:
         parameters = {piece.name: piece.param for piece in self._flat} | self._whole.parameters
         self.optimizer = chosen.build(parameters)
         self.groups = [group.names for group in chosen.groups]
-        self._defaults = defaults_by_group(self.optimizer)
+        self._defaults, self._is_alone = defaults_by_group(self.optimizer), c.world.size == 1
         self._whole.free()
         self.updated = [Updated(piece.name, piece.param, piece, piece.counts) for piece in self._flat]
         for whole in self._owners.of(c.rank):
             first = layout.mesh.holder(layout.parameters[whole.name].stages[0]) == c.stage
             counts = first and self._owners.counts(whole)
             self.updated.append(Updated(whole.name, self._whole.parameters[whole.name], None, counts))
+
+    def check(self) -> None:
+        """Raise InputsError for added groups, which have no part of the model, and for hooks of steps, which would see
+        this rank's parts of parameters."""
+        given, known = len(self.optimizer.param_groups), len(self._defaults)
+        if given != known:
+            raise InputsError(
+                f"the optimizer has {given} groups of parameters, and had {known} when it was made; a step would not "
+                "train what is in the others",
+                where="par.optimizer",
+                fix="give groups to parallelize, as parameter_groups=",
+            )
+        hooked = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks  # torch 2.13.0
+        if hooked and not self._is_alone:
+            raise InputsError(
+                "the optimizer has hooks of its steps, which see one rank's flat parts of parameters and gradients",
+                where="par.optimizer",
+                fix="call what does not change them after train_step; clip with clip_norm=; write the rest into the "
+                "step of an optimizer of your own (optimizer=)",
+            )
 
     def options(self) -> str:
         """Return the options of each group as text, a line for each: those that the optimizer's class has by default.
@@ -101,17 +121,6 @@ class OptimizerStep:
             self.optimizer.step()
         for piece in self._flat:
             piece.param.grad = None  # a second step, of a loop that calls the optimizer's own, changes nothing
-
-
-def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputsError for hooks of the optimizer's steps, which would see this rank's parts of parameters."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # private; seen in torch 2.13.0
-        raise InputsError(
-            "the optimizer has hooks of its steps, which see one rank's flat parts of parameters and gradients",
-            where="par.optimizer",
-            fix="call what does not change them after train_step; clip with clip_norm=; write the rest into the step "
-            "of an optimizer of your own (optimizer=)",
-        )
 
 
 def _plain(value: object) -> str:
