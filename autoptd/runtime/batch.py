@@ -169,7 +169,7 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     for x in tensors:
         x = x.detach().contiguous() if x.ndim else x.detach().view(1)
         bits = x.view(_BITS[x.element_size()]).reshape(x.shape[0], -1)
-        places = torch.arange(1, 1 + x.shape[0], device=x.device)
+        places = 2 * torch.arange(x.shape[0], device=x.device) + 1  # odd, so that no bit is lost
         found = found * 31 + (bits.sum(1, dtype=torch.int64) * places * _MIX).sum().to(found.device)
     return (((found ^ (found >> 20)) * _MIX >> 40) & 0xFFFFF).to(torch.float64)
 

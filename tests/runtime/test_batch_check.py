@@ -161,6 +161,8 @@ def test_a_digest_tells_samples_their_order_and_their_type_apart() -> None:
     assert len({float(digest([x])) for x in found}) == len(found)
     assert float(digest([ids, ids + 1])) != float(digest([ids + 1, ids]))
     assert float(digest([ids])) == float(digest([ids.clone()])) < 2**20
+    numbers = torch.zeros(4096, dtype=torch.float64)  # 1.0 has 52 zeros at its end
+    assert float(digest([numbers])) != float(digest([numbers.index_fill(0, torch.tensor(4095), 1.0)]))
 
 
 def test_ranks_that_keep_their_error_to_themselves_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
