@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ import autoptd
 from autoptd.errors import InputsError, PlanError, RuntimeFault
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.runtime.initialise import _digest
 from autoptd.runtime.optimizers.groups import ParameterGroup
 
 MESHES = [{"dp": 2, "zero": 0}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2}]
@@ -112,3 +114,21 @@ def test_a_learning_rate_of_one_rank_is_refused_and_nothing_changes(fix: dict[st
     for said, same in run_lockstep(parallel.layout.mesh, body):
         assert "rank 0: lr = 0.1 in group 0" in said and "rank 1: lr = 0.05 in group 0" in said
         assert same
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (4099,), (96, 64)], ids=str)
+def test_any_other_element_is_another_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.arange(math.prod(shape) + 1) % 2  # one more: the second half begins between two words
+    x = values.to(dtype)[1:].view(shape)
+    assert _digest(x) == _digest(x.clone())
+    assert x.ndim < 2 or _digest(x.t()) == _digest(x.t().contiguous())
+    for place in {0, x.numel() // 2, x.numel() - 1}:
+        other = x.clone()
+        other.view(-1)[place] = 1 - x.view(-1)[place].to(torch.float64).item()
+        assert _digest(other) != _digest(x)
+
+
+def test_the_order_of_rows_is_part_of_a_digest() -> None:
+    x = torch.randn(4096, 8)
+    assert _digest(x.flip(0)) != _digest(x)
