@@ -81,6 +81,7 @@ def _begin(asked: Callable[[int], object]) -> None:
     global _asked
     _asked = asked
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of a display, whose lock may have been held
     torch.set_num_threads(1)  # the threads of torch's operators do not survive a fork
     Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
 
