@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import warnings
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from autoptd.checkpoint.restore import damage_here, restore
 from autoptd.checkpoint.saver import Saver
 from autoptd.errors import CheckpointError
 from autoptd.plans.model import Plan
+from autoptd.runtime.comm.handshake import differing
 from autoptd.runtime.optimizers.several import described
 from autoptd.runtime.trainer import Trainer
 
@@ -79,12 +79,8 @@ class Session:
     def _compare(self, states: Mapping[str, Any]) -> None:
         """Warn on rank 0 of states that differ over the ranks: only its own are saved. A collective."""
         c = self._trainer.communicators
-        if c.world.size == 1:
-            return
-        for name, state in states.items():
-            number = int.from_bytes(hashlib.sha256(_text(state).encode()).digest()[:6], "big")
-            most, least = c.world.all_reduce(torch.tensor([number, -number], device=c.device), "max").tolist()
-            if most != -least and c.rank == 0:
+        for name in differing(states, c) if c.world.size > 1 else ():
+            if c.rank == 0:
                 text = f"the state of {name!r} in others differs over the ranks, and rank 0's alone is saved"
                 warnings.warn(f"{text}: put what ranks have of their own into one state, by rank", stacklevel=5)
 
@@ -137,14 +133,3 @@ class Session:
         if self._trainer.finite.scaling is not None and progress.get("loss_scale") is not None:
             self._trainer.finite.scaling.load_state_dict(progress["loss_scale"])
         return int(progress["step"])
-
-
-def _text(state: Any) -> str:
-    """Return a text of a state that is the same on all ranks that have the same values."""
-    if isinstance(state, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(value)}" for key, value in state.items()) + "}"
-    if isinstance(state, (list, tuple)):
-        return "(" + ", ".join(map(_text, state)) + ")"
-    if isinstance(state, (set, frozenset)):
-        return _text(sorted(map(_text, state)))
-    return str(state.tolist()) if isinstance(state, torch.Tensor) else repr(state)

@@ -21,11 +21,7 @@ _SHOWN_BYTES = 200  # of each rank's argument in an error
 
 def check_same_program(files: Mapping[str, str], communicators: Communicators) -> None:
     """Compare the emitted files (name -> text) of all ranks. Collective. Raises PlanError if they differ."""
-    text = "\0".join(files.values())
-    digest = _number(text)
-    agreed = torch.tensor([digest, -digest], dtype=torch.int64, device=communicators.device)
-    highest, lowest = communicators.world.all_reduce(agreed, "max").tolist()
-    if (highest, -lowest) != (digest, digest):
+    if differing({"files": "\0".join(files.values())}, communicators):
         raise PlanError(
             "the ranks made different plans or programs",
             where=f"rank {communicators.world.rank}",
@@ -35,18 +31,24 @@ def check_same_program(files: Mapping[str, str], communicators: Communicators) -
 
 def check_same_arguments(arguments: Mapping[str, object], communicators: Communicators) -> None:
     """Compare arguments of all ranks, by name. Collective. Raises PlanError naming the first that differs."""
-    texts = [_text(value) for value in arguments.values()]
-    found = [_number(text) for text in texts]
-    agreed = torch.tensor([*found, *(-x for x in found)], dtype=torch.int64, device=communicators.device)
-    highest, lowest = communicators.world.all_reduce(agreed, "max").view(2, -1).tolist()
-    for name, text, most, least in zip(arguments, texts, highest, lowest, strict=True):
-        if most != -least:
-            each = all_gather_text(text, communicators.world, communicators.device, _SHOWN_BYTES)
-            raise PlanError(
-                f"the ranks were given different {name}",
-                where="\n".join(apart(each)),
-                fix=f"give all ranks the same {name}",
-            )
+    for name in differing(arguments, communicators):
+        each = all_gather_text(_text(arguments[name]), communicators.world, communicators.device, _SHOWN_BYTES)
+        raise PlanError(
+            f"the ranks were given different {name}",
+            where="\n".join(apart(each)),
+            fix=f"give all ranks the same {name}",
+        )
+
+
+def differing(values: Mapping[str, object], communicators: Communicators) -> list[str]:
+    """Return the names of values that are not the same on all ranks, which have the same names. Collective."""
+    texts = (_text(value).encode() for value in values.values())
+    digests = [int.from_bytes(hashlib.sha256(text).digest()[:6], "big") for text in texts]
+    if not digests:
+        return []
+    both = torch.tensor([digests, [-x for x in digests]], dtype=torch.int64, device=communicators.device)
+    highest, lowest = communicators.world.all_reduce(both, "max").tolist()
+    return [name for name, high, low in zip(values, highest, lowest, strict=True) if high != -low]
 
 
 def apart(each: Sequence[str]) -> list[str]:
@@ -61,18 +63,14 @@ def apart(each: Sequence[str]) -> list[str]:
 def _text(value: object) -> str:
     """Return a text that is the same in another process; functions and classes by their names."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_text(value[key])}" for key in sorted(value, key=str)) + "}"
+        return "{" + ", ".join(f"{key!r}: {_text(value[key])}" for key in sorted(value, key=repr)) + "}"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(map(_text, value)) + ")"
     if isinstance(value, (set, frozenset)):
         return _text(sorted(map(_text, value)))
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
-    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def exchange(
