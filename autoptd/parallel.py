@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autoptd.boundary import public_methods
 from autoptd.codegen.emit import Program, load_stage
@@ -169,11 +169,11 @@ class Parallel(Evaluating, Saving):
         )
         layout = self.layout
         held = layout.mesh.stages_of(communicators.stage)
-        own = self._source.model if values is None else nn.Module()
-        values = self.initial_values(held) if values is None else values
-        check_same_values(
-            {**dict(own.named_parameters()), **dict(own.named_buffers()), **values}, layout, communicators
-        )
+        others: dict[str, Tensor] = {}  # of other stages
+        if values is None:
+            model, values = self._source.model, self.initial_values(held)
+            others = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        check_same_values({**others, **values}, layout, communicators)
         key = DropoutKey(self._seed)
         with torch.device("meta"):
             axes = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)

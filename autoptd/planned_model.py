@@ -37,11 +37,11 @@ _AGAIN = "change the model before parallelize, or call parallelize again"
 class PlannedModel:
     """A model and its loss as they were planned.
 
-        model.beta = args.beta = 0.5         annealed in the training loop
-        model.requires_grad_(False)          frozen after some steps
-        model.eval()                         dropout off
-        model.load_state_dict(…), p.clamp_() other values, in tensors that are not those that are trained
-        model.head = …, p.register_hook(…)   another structure, another backward pass
+        model.beta = args.beta = 0.5           annealed in the training loop
+        model.requires_grad_(False)            frozen after some steps
+        model.eval()                           dropout off
+        model.load_state_dict(…), p.clamp_()   other values, in tensors that are not those that are trained
+        model.head = …, p.register_hook(…)     another structure, another backward pass
 
     Nothing of this reaches a program, so a step fails once it has changed.
     """

@@ -100,11 +100,10 @@ def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
     """Return `forward` of all classes of modules but torch's, and the methods that these name, and so on."""
     classes = dict.fromkeys(type(module) for module in modules)
     left = {id(f): f for kind in classes for f in _methods(kind)}
-    found = [f for f in left.values() if f.__name__ in ("forward", "__call__")]
-    names: set[str] = set()
-    for function in found:  # grows
-        names |= _names(function.__code__)
-        found += [f for key, f in left.items() if f.__name__ in names and all(id(each) != key for each in found)]
+    names, found = frozenset(("forward", "__call__")), list[FunctionType]()
+    while more := [left.pop(key) for key, f in [*left.items()] if f.__name__ in names]:
+        found += more
+        names |= names_in(more)
     return found
 
 
