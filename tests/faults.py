@@ -27,7 +27,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "rows that are not selected": "rows that a mask leaves out count in a sum, or in a mean's divisor",
         "one number of a microbatch": "a median over the batch, which its rows read, is averaged over microbatches",
         "rows written twice": "x[i] += v adds all of v where i has an index twice, of which torch keeps one (refused)",
-        "a changed model": "a weight of the loss that the training loop changes stays as planned (it is refused)",
+        "a changed model": "what a training loop changes of a model stays as planned (refused), or is saved as it was",
         "turns without rows": "a turn of a loop that a model leaves out where a mask selects no rows changes a value",
         "mean of means": "each microbatch averages over its own valid tokens, and these averages are averaged",
         "ratio by samples": "a loss normalised by class weights or a ratio is weighted by numbers of samples",

@@ -21,7 +21,7 @@ from autoptd.explain.tables import GIB, WIDTH, columns, gib, render, seconds, se
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
-_STEP = 0.08  # of the memory of the plan before
+_STEP = 0.08  # of the memory before
 _POINTS = 30  # plans made, at most
 
 

@@ -56,6 +56,8 @@ def gather() -> MachineFacts:
     """Return the facts that this process observes."""
     import torch
 
+    from autoptd.answers.in_processes import cores
+
     gpus = []
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
@@ -72,7 +74,7 @@ def gather() -> MachineFacts:
         gpus=tuple(gpus),
         shared_memory_bytes=shutil.disk_usage(_SHARED).total if _SHARED.is_dir() else None,
         open_files=_open_files(),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=cores(),
         environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )

@@ -36,9 +36,8 @@ class Updated:
 class OptimizerStep:
     """The optimizer of a rank (`optimizer`) and what it updates (`updated`). Construction is a collective.
 
-    `groups`: names of the model's parameters in each of torch's groups, on whichever rank.
-
-    `whole`: names of the model's parameters that are updated as a whole, on whichever rank.
+    `groups`: names of the model's parameters in each of torch's groups, on whichever rank; `whole`: of those that are
+    updated as a whole.
     """
 
     def __init__(
