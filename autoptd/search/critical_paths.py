@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -47,8 +48,6 @@ _PLACES = 4  # on each rank, across which the first chains are found
 _STEPS = 20  # that shares are rounded to
 _KINDS = "FBW"
 
-Links = list[tuple[int, int]]  # for each action, another one, and the edge of the message between them, -1 if none
-
 
 @dataclass(frozen=True)
 class PathWeights:
@@ -66,13 +65,61 @@ class PathWeights:
         return float(self.sends[: len(sends_s)] @ np.array(sends_s, dtype=float))
 
 
+class Links:
+    """What precedes each action in chains of one direction: an action on its rank, and one on another rank with the
+    stage after which the message between the two is sent; -1 where there is none."""
+
+    def __init__(self, passes: Sequence[int], on_rank: list[int], on_other: list[int], edges: list[int]) -> None:
+        """`passes`: of each action, its kind * stages + its stage."""
+        self._passes, self._on_rank, self._on_other, self._edges = passes, on_rank, on_other, edges
+        self.order: Sequence[int] = range(len(passes))  # of the actions that chains may pass, each after what precedes
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, int, int, int, int]]:
+        links = self._passes, self._on_rank, self._on_other, self._edges
+        return [(i, *(each[i] for each in links)) for i in self.order]  # type: ignore[misc]
+
+    def reversed(self) -> Links:
+        """Return the links to what follows each action."""
+        on_rank, on_other, edges = ([-1] * len(self._passes) for _ in range(3))
+        for i, (mine, other, edge) in enumerate(zip(self._on_rank, self._on_other, self._edges, strict=True)):
+            if mine >= 0:
+                on_rank[mine] = i
+            if other >= 0:
+                on_other[other], edges[other] = i, edge
+        found = Links(self._passes, on_rank, on_other, edges)
+        found.order = self.order[::-1]
+        return found
+
+    def longest(self, seconds: Sequence[float], sends_s: Sequence[float]) -> list[float]:
+        """Return the seconds of the longest chain up to each action, and 0 at the end of the list, for -1."""
+        times = [0.0] * (len(self._passes) + 1)
+        for i, kind, mine, other, edge in self._rows:
+            time_s = times[mine]
+            if other >= 0 and (arrives_s := times[other] + sends_s[edge]) > time_s:
+                time_s = arrives_s
+            times[i] = time_s + seconds[kind]
+        return times
+
+    def chain(self, action: int, times: Sequence[float], sends_s: Sequence[float]) -> tuple[list[int], list[int]]:
+        """Return the passes of the longest chain up to an action, and its messages; `times`: those of `longest`."""
+        passes, sent = [], []
+        while action >= 0:
+            passes.append(self._passes[action])
+            mine, other, edge = self._on_rank[action], self._on_other[action], self._edges[action]
+            is_sent = other >= 0 and times[other] + sends_s[edge] > times[mine]
+            if is_sent:
+                sent.append(edge)
+            action = other if is_sent else mine
+        return passes, sent
+
+
 class ScheduleGraph:
     """The actions of a schedule in an order in which they may run, and the longest chains of them.
 
-    Actions are numbered; `passes`: of an action, its kind * stages + its stage; `before`, `sender`: the actions that it
-    waits for on its rank and on another, -1 if none; `edges`: the stage after which the message is sent, -1 if none.
-    `crossings`: ranks and two consecutive actions of theirs, between which rounds are inserted if any `repeats`;
-    `early` and `late`: the actions that may come before and after them.
+    Actions are numbered. `waits`: the links to what an action waits for, of those that may come before inserted rounds;
+    `followed`: to what waits for it, of those that may come after them. `crossings`: ranks and two consecutive actions
+    of theirs, between which rounds are inserted if any `repeats`.
     """
 
     def __init__(self, kind: str, ranks: int, microbatches: int, virtual: int, repeats: bool = False) -> None:
@@ -80,10 +127,15 @@ class ScheduleGraph:
         self.ranks, self.stages, self.route = ranks, ranks * virtual, route_of(kind, ranks, virtual)
         lists = compute_lists(kind, ranks, microbatches, virtual)
         self.splits_backward = any(action.kind == "W" for action in lists[0])
-        on_rank = self._lay_out(lists)
+        self.passes: list[int] = []  # of each action, its kind * stages + its stage
+        on_rank, senders, edges = self._lay_out(lists)
+        before = [-1] * len(self.passes)
+        for mine in on_rank:
+            for first, second in pairwise(mine):
+                before[second] = first
+        self.waits = Links(self.passes, before, senders, edges)
+        self.followed = self.waits.reversed()
         self.repeats = repeats
-        self.early: Sequence[int] = range(len(self.passes))
-        self.late: Sequence[int] = self.early
         self.crossings = [
             (rank, mine[n - 1], mine[n])
             for rank, mine in enumerate(on_rank)
@@ -94,19 +146,19 @@ class ScheduleGraph:
             period = period_of(kind, ranks)
             kept = _insertion(lists, compute_lists(kind, ranks, microbatches + period, virtual), period)
             early = {i for mine, n in zip(on_rank, kept, strict=True) for i in mine[:n]}
-            if any(self.sender[i] >= 0 and self.sender[i] not in early for i in early):
+            if any(senders[i] >= 0 and senders[i] not in early for i in early):
                 raise ValueError("an action before the rounds waits for one after them")
-            self.early, self.late = sorted(early), [i for i in self.early if i not in early]
+            self.waits.order = sorted(early)
+            self.followed.order = [i for i in self.followed.order if i not in early]
             pairs = zip(on_rank, kept, strict=True)
             self.crossings = [(rank, mine[n - 1], mine[n]) for rank, (mine, n) in enumerate(pairs)]
 
-    def _lay_out(self, lists: Schedule) -> list[list[int]]:
-        """Number the actions in an order in which they may run; return those of each rank."""
-        self.passes: list[int] = []
-        self.before: list[int] = []
-        self.sender: list[int] = []
-        self.edges: list[int] = []
+    def _lay_out(self, lists: Schedule) -> tuple[list[list[int]], list[int], list[int]]:
+        """Number the actions in an order in which they may run; return those of each rank, and of each action the one
+        on another rank that it waits for and the stage after which that one's message is sent, -1 if there is none."""
         on_rank: list[list[int]] = [[] for _ in lists]
+        senders: list[int] = []
+        edges: list[int] = []
         known: dict[tuple[str, int, int | None], int] = {}
         waiting: dict[tuple[str, int, int | None], int] = {}
         ready = deque(range(len(lists)))
@@ -121,15 +173,14 @@ class ScheduleGraph:
                     break
                 own = action.kind, stage, action.microbatch
                 sent = needs is not None and self.route.holder(needs[1]) != rank
-                self.before.append(mine[-1] if mine else -1)
-                self.sender.append(known[needs] if sent and needs is not None else -1)
-                self.edges.append((stage - 1 if action.kind == "F" else stage) if sent else -1)
+                senders.append(known[needs] if sent and needs is not None else -1)
+                edges.append((stage - 1 if action.kind == "F" else stage) if sent else -1)
                 known[own] = len(self.passes)
                 mine.append(len(self.passes))
                 self.passes.append(_KINDS.index(action.kind) * self.stages + stage)
                 if own in waiting:
                     ready.append(waiting.pop(own))
-        return on_rank
+        return on_rank, senders, edges
 
     def _needs(self, kind: str, stage: int, microbatch: int | None) -> tuple[str, int, int | None] | None:
         match kind:
@@ -146,11 +197,11 @@ class ScheduleGraph:
 
         `seconds`: of each kind of pass on each stage, [kind * stages + stage]; `sends_s`: after each stage; `more`:
         microbatches of the inserted rounds."""
-        ends, origins = self._ends(seconds, sends_s)
+        ends = self.waits.longest(seconds, sends_s)
         if not self.repeats and not every:
             last = max(range(len(ends)), key=ends.__getitem__)
-            return [(ends[last], self._weights(_followed(last, origins)))]
-        tails, followers = self._tails(seconds, sends_s)
+            return [(ends[last], self._weights(*self.waits.chain(last, ends, sends_s)))]
+        tails = self.followed.longest(seconds, sends_s)
         totals = [sum(seconds[stage :: self.stages]) for stage in range(self.stages)]
         long_s = [
             ends[before] + more * sum(self.route.of(totals, rank)) + tails[after]
@@ -159,54 +210,20 @@ class ScheduleGraph:
         found, longest_s = list[tuple[float, PathWeights]](), max(long_s)
         for seconds_s, (rank, before, after) in zip(long_s, self.crossings, strict=True):
             if every or (seconds_s == longest_s and not found):
-                path = self._weights([*_followed(before, origins), *_followed(after, followers)])
+                passes, sent = self.waits.chain(before, ends, sends_s)
+                later, sent_later = self.followed.chain(after, tails, sends_s)
+                path = self._weights(passes + later, sent + sent_later)
                 path.passes[:, list(self.route.stages_of(rank))] += more
                 found.append((seconds_s, path))
         return found
 
-    def _ends(self, seconds: Sequence[float], sends_s: Sequence[float]) -> tuple[list[float], Links]:
-        """Return when each action ends, and which one it waited for last, with the edge of its message."""
-        passes, before, sender, edges = self.passes, self.before, self.sender, self.edges
-        ends, origins = [0.0] * (len(passes) + 1), [(-1, -1)] * len(passes)  # one more, which -1 stands for
-        for i in self.early:
-            start_s, origin = ends[before[i]], (before[i], -1)
-            if sender[i] >= 0:
-                arrives_s = ends[sender[i]] + sends_s[edges[i]]
-                if arrives_s > start_s:
-                    start_s, origin = arrives_s, (sender[i], edges[i])
-            ends[i], origins[i] = start_s + seconds[passes[i]], origin
-        ends.pop()
-        return ends, origins
-
-    def _tails(self, seconds: Sequence[float], sends_s: Sequence[float]) -> tuple[list[float], Links]:
-        """Return the longest time from the start of each action to the end, and which action follows it."""
-        passes = self.passes
-        tails, followers = [0.0] * len(passes), [(-1, -1)] * len(passes)
-        for i in reversed(self.late):
-            tails[i] += seconds[passes[i]]
-            for origin, edge in ((self.before[i], -1), (self.sender[i], self.edges[i])):
-                if origin >= 0 and (after_s := tails[i] + (sends_s[edge] if edge >= 0 else 0.0)) > tails[origin]:
-                    tails[origin], followers[origin] = after_s, (i, edge)
-        return tails, followers
-
-    def _weights(self, chain: Iterable[tuple[int, int]]) -> PathWeights:
-        """Return what a chain passes."""
-        passes, sends = np.zeros(3 * self.stages), np.zeros(self.stages)
-        for action, edge in chain:
-            passes[self.passes[action]] += 1
-            sends[edge] += edge >= 0
-        by_kind = passes.reshape(3, -1)
+    def _weights(self, passes: Sequence[int], sent: Sequence[int]) -> PathWeights:
+        """Return what a chain of these passes and messages weighs."""
+        by_kind = np.bincount(passes, minlength=3 * self.stages).astype(float).reshape(3, -1)
         if not self.splits_backward:
             by_kind[2] = by_kind[1]
+        sends = np.bincount(np.array(sent, dtype=int), minlength=self.stages).astype(float)
         return PathWeights(by_kind, sends)
-
-
-def _followed(action: int, links: Links) -> Iterator[tuple[int, int]]:
-    """Yield each action of a chain with the edge of the message between it and the next one, -1 if there is none."""
-    while action >= 0:
-        following, edge = links[action]
-        yield action, edge
-        action = following
 
 
 def _insertion(short: Schedule, longer: Schedule, period: int) -> list[int]:
