@@ -18,19 +18,20 @@ from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError
 from autoptd.models.load import load_model
 from autoptd.progress import Silent
-from autoptd.search.candidate_queue import OTHER, CandidateQueue, QueueEntry
 from autoptd.search.constraints.options import DIMENSIONS, read_constraints
 from autoptd.search.planner import Planner
 from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.task import Task
+from autoptd.search.visit.candidate_queue import OTHER, CandidateQueue, QueueEntry
+from autoptd.search.visit.visit import Visit
 
 
-def _stages_only(planner: Any, entry: Any) -> float:
-    entry.stages = planner._stages(entry.candidate)
+def _stages_only(visit: Any, entry: Any) -> float:
+    entry.stages = visit.costs.stages(entry.candidate)
     return float(entry.bound_s)
 
 
-def _unrefined(planner: Any, entry: Any) -> float:
+def _unrefined(visit: Any, entry: Any) -> float:
     complete = entry.stages.fixed or entry.candidate.pp == 1
     return float("inf") if complete else float(entry.bound_s)
 
@@ -43,18 +44,18 @@ def _add_to_others(queue: CandidateQueue, entry: QueueEntry) -> None:
     _add(queue, entry)
 
 
-# Name -> methods of `Planner` or `CandidateQueue`, and their replacements.
+# Name -> methods of `Visit` or `CandidateQueue`, and their replacements.
 SWITCHES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "all on": {},
-    "no bound by work": {"_bound_by_work": lambda planner, entry: entry.bound_s},
+    "no bound by work": {"_bound_by_work": lambda visit, entry: entry.bound_s},
     "no contiguous bound": {"_bound_contiguous": _stages_only},
-    "no relaxation": {"_bound_relaxed": lambda planner, entry: entry.bound_s},
-    "no bound of measured cuts": {"_bound_measured": lambda planner, entry: entry.bound_s},
+    "no relaxation": {"_bound_relaxed": lambda visit, entry: entry.bound_s},
+    "no bound of measured cuts": {"_bound_measured": lambda visit, entry: entry.bound_s},
     "no refinement": {"_refine": _unrefined},
-    "no memory-saving splits": {"space": Planner.candidates},
+    "no variants that need less memory": {"_enqueue_variants": lambda visit, entry: None},
     "plain meshes not first": {"add": _add_to_others},
     "near the best not first": {"_move_near": lambda queue, best: None},
-    "no bound of families": {"_bound_family": lambda planner, entry: entry.bound_s},
+    "no bound of families": {"_bound_family": lambda visit, entry: entry.bound_s},
 }
 
 
@@ -63,7 +64,7 @@ def switched(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Replace methods within."""
     with ExitStack() as stack:
         for name, method in replacements.items():
-            owner = Planner if hasattr(Planner, name) else CandidateQueue
+            owner = Visit if hasattr(Visit, name) else CandidateQueue
             stack.enter_context(patch.object(owner, name, method))
         yield
 
@@ -76,11 +77,11 @@ def rows(model: autoptd.TracedModel, task: Task) -> Iterator[str]:
             try:
                 answer = Planner(task, Silent(), ShardingCache(model.folded)).answer()
             except AutoptdError as error:
-                yield f"{name:24} {error.what}"
+                yield f"{name:33} {error.what}"
                 continue
         took_s, best = time.process_time() - started, answer.staged
         yield (
-            f"{name:24} {best.seconds:9.5g} s/step  gap {100 * answer.gap:5.2f} %  cut {answer.visited:4} of "
+            f"{name:33} {best.seconds:9.5g} s/step  gap {100 * answer.gap:5.2f} %  cut {answer.visited:4} of "
             f"{answer.considered:6}  cpu {took_s:6.2f} s  {best.candidate}"
         )
 

@@ -66,8 +66,8 @@ class PathWeights:
 
 
 class Links:
-    """What precedes each action in chains of one direction: an action on its rank, and one on another rank with the
-    stage after which the message between the two is sent; -1 where there is none."""
+    """The links of each action to what precedes it in chains of one direction: an action on its rank, and one on
+    another rank with the stage after which the message between the two is sent; -1 where there is none."""
 
     def __init__(self, passes: Sequence[int], on_rank: list[int], on_other: list[int], edges: list[int]) -> None:
         """`passes`: of each action, its kind * stages + its stage."""

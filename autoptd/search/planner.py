@@ -1,52 +1,27 @@
-"""The search: every candidate, visited by its lower bound until no other can be better.
+"""The search: every candidate, visited by its lower bound until no other can be better (`visit/visit.py`).
 
-    candidate ──► floor: its matrix products at the device's rate
-              ──► work: all work of the model on one rank, divided by the ranks
-              ──► split: its tensors by the splits ILP (once per tp, cp and microbatch) ──► bound of all cuts
-              ──► family: all cuts in fractions, with the least memory of any schedule, sharding and offload
-              ──► contiguous: all cuts by the least seconds of each run of segments, for one chunk per rank
-              ──► relaxed: all in fractions with its own memory, then with the critical paths of its schedule
-              ──► measured: all cuts by the seconds of each run with the recomputation that fits, or by whole segments
-              ──► cut into stages, and simulated by the action lists that will run unless a bound excludes it
-              ──► refined: all other cuts whose bound is below the best, where they are few
-
-Candidates wait in one queue (`candidate_queue.py`). The first one takes its next step and goes back into the queue,
-unless its bound is not below the best simulated time. Once its turn ended early it takes the first `_CUT` steps only.
-The gap is measured from the least bound of the candidates that were not examined in full (`left_behind.py`).
+The gap is measured from the least bound of the candidates that were not examined in full (`visit/left_behind.py`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from autoptd.errors import AutoptdError
 from autoptd.progress import Progress
-from autoptd.search.candidate_queue import NEVER, CandidateQueue, QueueEntry
-from autoptd.search.constraints.named import read_named
 from autoptd.search.infeasible import nothing_fits
-from autoptd.search.left_behind import LeftBehind
-from autoptd.search.memory_filter import MemoryFilter
-from autoptd.search.memory_prices import FamilyBounds, MemoryPrices
 from autoptd.search.meshes import Candidate
-from autoptd.search.pipeline.block_cost import BlockCosts
 from autoptd.search.pipeline.evaluate import Staged, prove_schedule, simulated
-from autoptd.search.pipeline.exact import Effort, refine
-from autoptd.search.pipeline.lower_bounds import CandidateBounds
-from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
+from autoptd.search.pipeline.stages import StagesDoNotFit
 from autoptd.search.runners_up import Answer, RunnerUp, runners_up
 from autoptd.search.sharding.cache import ShardingCache
-from autoptd.search.sharding.solve import CLOSE, Splitter
-from autoptd.search.sharding.tensors import Sharded
+from autoptd.search.sharding.solve import CLOSE
 from autoptd.search.task import EFFORT as EFFORT
 from autoptd.search.task import Task as Task
-from autoptd.search.task import candidate_space
-from autoptd.search.variants import SHARES, Variants
+from autoptd.search.variants import SHARES
+from autoptd.search.visit.candidate_costs import CandidateCosts
+from autoptd.search.visit.visit import Visit
 
-_CUT = 3  # steps before the bounds that read memory, which take longer
-_SIMULATED = _CUT + 3  # steps before the simulation
-_REFUSALS = 64  # candidates that may fit, but of which no cut that is tried does, before a search without a plan ends
 _EXPLAINED = 4  # candidates whose missing memory is worked out where nothing fits
 _COST_MEMORY = {"cuts", "headroom", "max_tp", "offload", "splits", "whole"}  # constraints that may, beside meshes
 
@@ -57,67 +32,42 @@ class Planner:
     def __init__(self, task: Task, progress: Progress, known: ShardingCache | None = None) -> None:
         assert known is None or known.folded is task.folded, "`known` is of another graph"
         self.task, self.progress = task, progress
-        self.known = known or ShardingCache(task.folded)
-        named = read_named(task.folded, task.constraints)
-        self._method = named.on(task.constraints.method)
-        self._memory = MemoryFilter(task.folded, task.cluster, task.precision, task.optimizer, self._method.headroom)
-        self._splitter = Splitter(task, self.known, named, self._method)
-        self._bounds = CandidateBounds(task, self.known, self._method, self._memory)
-        self._steps: tuple[Callable[[QueueEntry], float], ...] = (
-            self._bound_by_work,
-            self._split,
-            self._bound_family,
-            self._bound_contiguous,
-            self._bound_relaxed,
-            self._bound_measured,
-            self._simulate,
-            self._refine,
-        )
-        self._queue = CandidateQueue()
-        self._sharded_state: dict[Candidate, QueueEntry] = {}  # the entries with ZeRO 1 over all ranks
-        self._alike: dict[Hashable, dict[int, list[QueueEntry]]] = {}  # those with equal splits, by their microbatch
-        self._prices = MemoryPrices()
-        self._families = FamilyBounds(self._family_passes_s)
-        self._whole: dict[Hashable, Sharded | AutoptdError] = {}  # the model's work on one rank
-        self._best: Staged | None = None
-        self._variants = Variants(task, self._memory)
-        self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
-        self._too_large: list[QueueEntry] = []  # those that do not fit
-        self._effort, self._visited = Effort(task.effort), 0
+        self.costs = CandidateCosts(task, known or ShardingCache(task.folded))
+        self.visit = Visit(self.costs, progress)
 
     def answer(self) -> Answer:
         """Search. Raises PlanError for impossible constraints, DoesNotFit where nothing fits."""
         possible = self.candidates()
-        self._splitter.check_heads()
-        options = self._variants.promising(possible)
+        self.costs.splitter.check_heads()
+        options = self.costs.variants.promising(possible)
         with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
-            bound_s = self._visit(options)
-            if self._best is None and (others := self._variants.on_host(e.candidate for e in self._too_large)):
-                bound_s = self._visit(others)
-        if self._best is None:
+            bound_s = self.visit.run(options)
+            if self.visit.best is None and (others := self.costs.variants.on_host(self.visit.too_large)):
+                bound_s = self.visit.run(others)
+        if self.visit.best is None:
             raise self._nothing_fits(len(possible))
         planned = self._runners_up() if self.task.others else ()
-        best, c = self._best, self._best.candidate
-        if c.offload and not self._method.offload:  # no more of it than each rank needs
-            trimmed = simulated(self._stages(c).trimmed(best, (0.0, *SHARES)))
+        best, c = self.visit.best, self.visit.best.candidate
+        if c.offload and not self.costs.method.offload:  # no more of it than each rank needs
+            trimmed = simulated(self.costs.stages(c).trimmed(best, (0.0, *SHARES)))
             best = min(trimmed, best, key=lambda staged: staged.seconds)  # of a quick host more may be quicker
-        gap = max(0.0, 1 - bound_s * (1 - CLOSE * self._splitter.is_derived) / best.seconds)
+        gap = max(0.0, 1 - bound_s * (1 - CLOSE * self.costs.splitter.is_derived) / best.seconds)
         with self.progress.stage("prove the schedule"):
             prove_schedule(best.method.schedule, c.pp, c.microbatches, best.method.virtual)
-        tensors = self._splitter.tensors[self._splitter.key_of(c)]
-        return Answer(best, tensors, len(possible), self._visited, gap, self._splitter.question(c), self.known, planned)
+        tensors, question, visited = self.costs.tensors(c), self.costs.splitter.question(c), self.visit.visited
+        return Answer(best, tensors, len(possible), visited, gap, question, self.costs.known, planned)
 
     def _runners_up(self) -> tuple[RunnerUp, ...]:
         """Plan the runners-up; one that is better becomes the best."""
-        assert self._best is not None
+        assert self.visit.best is not None
         with self.progress.stage("plan the runners-up"):
-            best = self._best.candidate
-            found = runners_up(self._queue.entries, best, self._tried_s)
-            return found if self._best.candidate == best else self._runners_up()
+            best = self.visit.best.candidate
+            found = runners_up(self.visit.queue.entries, best, self._tried_s)
+            return found if self.visit.best.candidate == best else self._runners_up()
 
     def _tried_s(self, c: Candidate) -> float:
         found = self.predict(c)
-        self._best = min(self._best or found, found, key=lambda staged: staged.seconds)
+        self.visit.best = min(self.visit.best or found, found, key=lambda staged: staged.seconds)
         return found.seconds
 
     def predict(self, candidate: Candidate) -> Staged:
@@ -125,273 +75,30 @@ class Planner:
 
         Used for sweeps over many candidates. Raises PlanError, InfeasibleSplit, DoesNotFit.
         """
-        solved = self._solved(candidate)
+        solved = self.costs.solved(candidate)
         if isinstance(solved, AutoptdError):
             raise solved
-        stages = self._stages(candidate)
+        stages = self.costs.stages(candidate)
         try:
             return min(map(simulated, stages.solutions()), key=lambda staged: staged.seconds)
         except StagesDoNotFit:
             raise stages.shortfall().error() from None
 
-    def _visit(self, options: Sequence[Candidate]) -> float:
-        """Find the best plan; return a lower bound of all candidates."""
-        started, queue = time.monotonic(), self._queue
-        queue.refused = 0
-        for c in options:
-            queue.add(entry := QueueEntry(c, self._bounds.floor_s(c)))
-            if c.zero == 1 and not c.shards:
-                self._sharded_state[c] = entry
-            self._families.add(c)
-            self._alike.setdefault(self._splitter.alike(c), {}).setdefault(c.micro, []).append(entry)
-        while (e := queue.pop()) is not None:
-            late = self._best is not None and time.monotonic() - started > self.task.time_limit_s
-            hopeless = self._best is None and self.task.effort is not None and queue.refused >= _REFUSALS
-            if late or hopeless:
-                break
-            ended = e.step >= _CUT and self.task.effort is not None and queue.has_ended(e)
-            if e.bound_s >= self._best_s or ended:
-                continue
-            priority_s = self._advance(e)
-            while self._best is None and _CUT <= e.step <= _SIMULATED and priority_s < NEVER:
-                priority_s = self._advance(e)  # a first plan, to compare the others with
-            self._enqueue_variants(e)
-            if e.step < len(self._steps):
-                queue.put(e, priority_s)
-            else:
-                e.closed = priority_s == NEVER
-        for e in queue.entries:
-            if (lighter := self._lighter(e.candidate)) and self._is_dominated(e):
-                e.bound_s, e.closed = max(e.bound_s, lighter.bound_s), e.closed or lighter.closed
-        if self._best is not None and not queue.pop():  # in time
-            LeftBehind(self._best_s, self._bounds, self._stages).raise_bounds(queue.entries)
-        return min([self._best_s, *(e.bound_s for e in queue.entries if not e.closed)])
-
-    def _enqueue_variants(self, e: QueueEntry) -> None:
-        """Enqueue the variants of a candidate once memory limits it. Others are no faster than the candidate itself."""
-        every = self.task.effort is None and e.step >= _CUT - 1
-        on_host = every or (e.stages is not None and e.stages.copies_quickly)
-        known, e.limits = e.limits, (every or e.is_full or e.is_short, e.is_full, on_host)
-        for c in self._variants.of(e.candidate, on_host) if e.limits[0] and e.limits != known else ():
-            if c not in self._queue and (c.offload or every or e.is_full):
-                passes_s = 0.0 if self._best is None else self._families.known_s(c, self._variants.most_offload(c))
-                split_s = e.split_s if c.offload == e.candidate.offload else 0.0
-                floor_s = max(self._bounds.floor_s(c), self._bounds.with_end_s(c, passes_s), split_s)
-                self._queue.add(QueueEntry(c, floor_s, is_variant=e.is_varied or e.bound_s < NEVER, turn=e.turn))
-
-    def _advance(self, e: QueueEntry) -> float:
-        """Take a candidate's next step; return its new place in the queue."""
-        e.step += 1
-        now_s = self._steps[e.step - 1](e)
-        return now_s if e.step == len(self._steps) else max(now_s, e.bound_s)
-
-    @property
-    def _best_s(self) -> float:
-        return NEVER if self._best is None else self._best.seconds
-
-    def _passes_to_beat_s(self, c: Candidate) -> float:
-        """Return the seconds from which the passes of a candidate make it no better than the best."""
-        return self._best_s - self._bounds.with_end_s(c, 0.0)
-
-    # ---- steps: each returns a lower bound of the cuts that are left ----
-
-    def _bound_by_work(self, e: QueueEntry) -> float:
-        """Bound by the model's work on one rank, divided by the ranks: cheap, before tensors are split."""
-        c = e.candidate
-        if c.tp > 1 and not c.pools and len(self._queue.entries) > 1 and not e.is_weighed:
-            e.is_weighed = True
-            if (key := (c.micro, c.cp, c.ep, c.etp)) not in self._whole:
-                self._whole[key] = self._solved(c._replace(tp=1, memory_saving=False))
-            if isinstance(whole := self._whole[key], Sharded):
-                e.bound_s = max(e.bound_s, self._bounds.shared_out_s(c, whole))
-        return e.bound_s
-
-    def _split(self, e: QueueEntry) -> float:
-        """Split its tensors, and bound all cuts by what the splits cost."""
-        c, solved = e.candidate, self._solved(e.candidate)
-        fast = self._solved(c._replace(memory_saving=False)) if c.memory_saving else None
-        if isinstance(solved, AutoptdError) or (isinstance(fast, Sharded) and fast.sharding == solved.sharding):
-            e.bound_s = NEVER  # or equal to the fast splits
-            return NEVER
-        e.split_s = e.bound_s = max(e.bound_s, self._bounds.bound_s(c, solved))
-        return e.bound_s
-
-    def _lighter(self, c: Candidate) -> QueueEntry | None:
-        """Return the same candidate with its state sharded over all ranks, whose passes take no longer, in less
-        memory; None if that is itself, or none of the candidates."""
-        is_heavier = c.zero == 0 or (c.zero == 1 and c.shards)
-        return self._sharded_state.get(c._replace(zero=1, shards=0)) if is_heavier else None
-
-    def _is_dominated(self, e: QueueEntry) -> bool:
-        """Return whether the lighter candidate is known to end its steps no later either, by even shares."""
-        c = e.candidate  # passes may hide a part of the end, and devices may differ
-        unknown = self.task.effort is None or c.pools or "dp" in self._method.overlap
-        if unknown or (lighter := self._lighter(c)) is None:
-            return False
-        return self._bounds.end_s(lighter.candidate) <= self._bounds.end_s(c)
-
-    def _bound_family(self, e: QueueEntry) -> float:
-        """Bound by the relaxation with the least memory that any schedule and sharding of its mesh takes."""
-        c = e.candidate
-        if c.pp == 1 or self._method.stages == "even" or self._method.starts:
-            return e.bound_s
-        if self._is_dominated(e):
-            e.step = len(self._steps)
-            return e.bound_s
-        needed_s = self._passes_to_beat_s(c)
-        for offload in dict.fromkeys((self._variants.most_offload(c), c.offload)):  # the first excludes all at once
-            if e.passes_s < needed_s:
-                e.passes_s = max(e.passes_s, self._families.passes_s(c._replace(offload=offload), needed_s))
-        e.is_short = self._bounds.with_end_s(c, e.passes_s) > e.bound_s
-        return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
-
-    def _family_passes_s(self, lightest: Candidate, kinds: Collection[tuple[str, int]], needed_s: float) -> float:
-        return self._stages(lightest).memory_bound(kinds, self._prices, needed_s).seconds
-
-    def _bound_contiguous(self, e: QueueEntry) -> float:
-        """Bound all cuts that respect segments, by the least seconds of each run of them."""
-        e.stages = self._stages(e.candidate)
-        return self._bound_cuts(e, e.stages, measured=False)
-
-    def _bound_relaxed(self, e: QueueEntry) -> float:
-        """Bound all cuts by the linear relaxation, first without critical paths, which take longer."""
-        c, stages = e.candidate, e.stages
-        assert stages is not None
-        if stages.fixed or self._bound_by_lighter(e):
-            return e.bound_s
-        found = stages.memory_bound({(c.schedule, c.virtual)}, self._prices, self._passes_to_beat_s(c))
-        e.passes_s = max(e.passes_s, found.seconds)
-        if self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s)) >= self._best_s:
-            e.is_full = True  # memory may be what raises it
-            return e.bound_s
-        e.reduced_s, is_full, *_ = stages.relaxed_bound
-        e.is_full = e.is_full or is_full
-        return self._raise_bound(e, self._bounds.with_end_s(c, e.reduced_s))
-
-    def _bound_measured(self, e: QueueEntry) -> float:
-        """Bound all cuts by the seconds of each run with the recomputation that fits; chunks that share a rank's
-        memory, by what ranks can hold."""
-        self._visited += 1
-        if (stages := e.stages) is None or e.candidate.virtual == 1 or stages.fixed or self._best is None:
-            return self._bound_cuts(e, stages or self._stages(e.candidate), measured=True)
-        is_excluded = stages.excludes(self._passes_to_beat_s(e.candidate))
-        return self._raise_bound(e, self._best_s if is_excluded else 0.0)
-
-    def _bound_cuts(self, e: QueueEntry, stages: Stages, *, measured: bool) -> float:
-        c = e.candidate
-        if stages.fixed or c.pp == 1:
-            is_only = stages.fixed or stages.count == 1
-            return self._bound_only_cut(e, stages) if measured and is_only else e.bound_s
-        if self._bound_by_lighter(e):
-            return e.bound_s
-        passes_s, is_full, *_ = stages.least(measured=measured)
-        e.passes_s, e.is_full = max(e.passes_s, passes_s), e.is_full or is_full
-        return self._raise_bound(e, self._bounds.with_end_s(c, e.passes_s))
-
-    def _bound_only_cut(self, e: QueueEntry, stages: Stages) -> float:
-        """Bound by the only possible cut, with the recomputation that fits."""
-        try:
-            (staged,) = stages.solutions()
-        except StagesDoNotFit:
-            return self._raise_bound(e, NEVER)
-        e.is_full = e.is_full or any(staged.solution.policies)
-        is_rough = any(stage_cost.rough for stage_cost in stages.stage_costs)
-        return e.bound_s if is_rough else self._raise_bound(e, staged.least_s)
-
-    def _bound_by_lighter(self, e: QueueEntry) -> bool:
-        """Return whether its lighter candidate raised its bound: it takes this step when its turn comes again."""
-        c, lighter = e.candidate, self._lighter(e.candidate)
-        if lighter is None:
-            return False
-        before_s, e.is_full = e.bound_s, e.is_full or lighter.is_full
-        known_s = max(lighter.passes_s, lighter.reduced_s * self._bounds.reduces_no_faster(c, lighter.candidate))
-        if self._raise_bound(e, self._bounds.with_end_s(c, known_s)) == before_s:
-            return False
-        e.step -= 1
-        return True
-
-    def _raise_bound(self, e: QueueEntry, seconds: float) -> float:
-        e.bound_s = max(e.bound_s, seconds)
-        if e.bound_s == NEVER:
-            e.is_full = True
-            self._too_large.append(e)
-        return e.bound_s
-
-    def _simulate(self, e: QueueEntry) -> float:
-        """Cut it into stages, and simulate them as they will run. Only other cuts are left then."""
-        try:
-            assert e.stages is not None
-            # unless memory is known to limit it, recomputation of any of its cuts tells whether variants follow
-            solutions = e.stages.solutions(self._passes_to_beat_s(e.candidate) if e.is_full else NEVER)
-        except StagesDoNotFit as refusal:
-            e.is_full = True
-            if refusal.every_cut:
-                return self._raise_bound(e, NEVER)
-            self._too_large.append(e)  # but other cuts may fit
-            self._queue.refused += 1
-            return e.bound_s
-        self._queue.count(e)  # those that do not fit say nothing about others
-        for staged in solutions:
-            e.is_full = e.is_full or any(staged.solution.policies)
-            if staged.least_s < self._best_s:
-                found = simulated(staged)
-                e.found_s = min(e.found_s, found.seconds)
-                if found.seconds < self._best_s:
-                    self._best = found
-                    self._queue.prefer(found.candidate)
-                    self.progress.say(f"best so far {found.seconds:.3g} s a step")
-        return e.bound_s
-
-    def _refine(self, e: QueueEntry) -> float:
-        """Simulate its other cuts that may be better; infinite where none is left."""
-        assert e.stages is not None
-        complete = e.stages.fixed or e.candidate.pp == 1
-        if not complete and self._effort:
-            found, complete = refine(e.stages, self._best_s, self._effort)
-            if found is not None:
-                self._best, e.found_s = found, found.seconds
-        rough = any(stage_cost.rough for stage_cost in e.stages.stage_costs)
-        return NEVER if complete and not rough else e.bound_s
-
-    # ---- candidates, their splits and stages ----
-
     def space(self) -> Sequence[Candidate]:
         """Return all candidates that may be searched, with their variants."""
-        return self._variants.every(self.candidates())
+        return self.costs.variants.every(self.candidates())
 
     def candidates(self) -> Sequence[Candidate]:
         """Return every candidate that the constraints leave open, with the fastest splits."""
-        return candidate_space(self.task, self._method, self.known.facts.has_attention)
-
-    def _solved(self, c: Candidate) -> Sharded | AutoptdError:
-        """Return its split tensors, or why they cannot be split. Raises errors that concern every candidate."""
-        if self._splitter.key_of(c) not in self._splitter.sharded:
-            self._splitter.solve_between((c,) if self.task.effort is None else self._microbatches_like(c))
-        return self._splitter.sharded[self._splitter.key_of(c)]
-
-    def _microbatches_like(self, c: Candidate) -> Sequence[Candidate]:
-        """Return one candidate per microbatch size, in order, whose tensors may still be worth splitting."""
-        found = {c.micro: c}
-        for micro, entries in self._alike.get(self._splitter.alike(c), {}).items():
-            if any(self._bound_by_work(e) < self._best_s for e in entries):
-                found.setdefault(micro, entries[0].candidate)
-        return [found[micro] for micro in sorted(found)]
-
-    def _stages(self, c: Candidate) -> Stages:
-        task, sharded = self.task, self._splitter.sharded[self._splitter.key_of(c)]
-        assert isinstance(sharded, Sharded)
-        chosen = {name: getattr(c, name) for name in ("cp", "ep", "etp", "schedule", "virtual", "shards")}
-        tensors = self._splitter.tensors[self._splitter.key_of(c)]
-        blocks = self._blocks.setdefault((self._splitter.key_of(c), c.ep, c.etp, c.recompute), {})
-        method = replace(self._method, **chosen)
-        return Stages(tensors, sharded, c, method, task.precision, task.optimizer, task.cluster, blocks)
+        return self.costs.candidates()
 
     def _nothing_fits(self, considered: int) -> AutoptdError:
         """Return the refusal, explained by the candidate that lacks least."""
-        order = sorted(self._too_large, key=lambda e: (self._memory.least_bytes(e.candidate), -e.candidate.offload))
+        order = sorted(self.visit.too_large, key=lambda c: (self.costs.memory.least_bytes(c), -c.offload))
         if not order:
-            return self._splitter.refusal()
-        missing = (self._stages(e.candidate).shortfall() for e in order[:_EXPLAINED])
+            return self.costs.splitter.refusal()
+        missing = (self.costs.stages(c).shortfall() for c in order[:_EXPLAINED])
         closest = min(missing, key=lambda s: s.worst_bytes)
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}
-        return nothing_fits(self._memory, self.task.world, considered, closest, fixed, all_tried=not self._queue.pop())
+        all_tried = not self.visit.queue.pop()
+        return nothing_fits(self.costs.memory, self.task.world, considered, closest, fixed, all_tried=all_tried)

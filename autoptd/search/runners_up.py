@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from autoptd.errors import AutoptdError
-from autoptd.search.candidate_queue import NEVER, QueueEntry
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.sharding.cache import ShardingCache, ShardingQuery
 from autoptd.search.sharding.tensors import Tensors
+from autoptd.search.visit.candidate_queue import NEVER, QueueEntry
 
 _MESHES = 8  # the most promising, which are planned
 _VALUES = 12  # of a choice

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autoptd.search.candidate_queue import CandidateQueue
-from autoptd.search.planner import Planner
+from autoptd.search.visit.candidate_queue import CandidateQueue
+from autoptd.search.visit.visit import Visit
 from benchmarks.ablation import SWITCHES, main, switched
 
 
@@ -18,7 +18,7 @@ def test_switches_replace_methods() -> None:
 
 
 def method_of(name: str) -> object:
-    return getattr(Planner if hasattr(Planner, name) else CandidateQueue, name)
+    return getattr(Visit if hasattr(Visit, name) else CandidateQueue, name)
 
 
 def test_a_line_for_every_switch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def least_seconds(
     """
     best, count = math.inf, 0
     for candidate in planner.space() if candidates is None else candidates:
-        if isinstance(planner._solved(candidate), AutoptdError):
+        if isinstance(planner.costs.solved(candidate), AutoptdError):
             continue
         for seconds in _all_seconds(planner, candidate, thorough, keep):
             best, count = min(best, seconds), count + 1
@@ -43,7 +43,7 @@ def least_seconds(
 def _all_seconds(
     planner: Planner, candidate: Candidate, thorough: bool, keep: Callable[[Cuts], bool]
 ) -> Iterator[float]:
-    stages = planner._stages(candidate)
+    stages = planner.costs.stages(candidate)
     ranks_known: dict[tuple[object, ...], list[RankChoice]] = {}
     chunks_known: dict[tuple[int, int, int], ChunkWays] = {}
     for cuts in filter(keep, all_cuts(len(stages.folded.segments), stages.count)):

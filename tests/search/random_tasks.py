@@ -126,7 +126,7 @@ def _tight_bytes(rng: random.Random, model: autoptd.TracedModel, task: Task) -> 
         best = free.answer().staged
     except PlanError:
         return 2.0**30
-    stages = free._stages(best.candidate._replace(recompute="full"))
+    stages = free.costs.stages(best.candidate._replace(recompute="full"))
     most, least = (max(m.needed for m in s.memory) for s in (best, stages.finish(best.solution.boundaries)))
     return least + rng.uniform(-0.1, 1.1) * (most - least) + _PADDING
 

@@ -13,13 +13,14 @@ import pytest
 import autoptd
 from autoptd.errors import DoesNotFit, PlanError
 from autoptd.progress import Silent
-from autoptd.search import planner
 from autoptd.search.constraints.options import DIMENSIONS
 from autoptd.search.meshes import WITH_HOST, Candidate
 from autoptd.search.pipeline import exact as refine
 from autoptd.search.pipeline import lower_bounds, stages
 from autoptd.search.pipeline import recompute_options as menus
 from autoptd.search.planner import EFFORT, Planner, Task
+from autoptd.search.visit import visit
+from autoptd.search.visit.visit import Visit
 from tests.search.every_plan import least_seconds
 from tests.search.random_tasks import MODELS, random_task, wide_task
 
@@ -133,8 +134,8 @@ def wide_answer(seed: int) -> tuple[float, float, float]:
         answer = search.answer()
     except DoesNotFit:
         return math.inf, math.inf, 0.0
-    assert search._best is not None
-    return search._best.seconds, answer.staged.seconds, answer.gap
+    assert search.visit.best is not None
+    return search.visit.best.seconds, answer.staged.seconds, answer.gap
 
 
 def _wide_faults(group: int) -> list[int]:
@@ -162,7 +163,7 @@ def test_every_dimension_counts() -> None:
             search.answer()
         except DoesNotFit:
             continue
-        best = search._best
+        best = search.visit.best
         assert best is not None
         chosen.update(_dimensions(best.candidate, task))
         chosen.update({policy for stage in best.solution.policies for policy in stage.values()})
@@ -219,7 +220,7 @@ def test_a_wrong_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cut_that_is_not_tried_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "refine", lambda *_: (None, True))
+    monkeypatch.setattr(visit, "refine", lambda *_: (None, True))
     assert _bad(range(60))
 
 
@@ -236,5 +237,5 @@ def test_tight_tasks_try_splits_that_save_memory_with_the_usual_effort(monkeypat
     assert best.candidate.memory_saving and best.candidate.pp == 1
     usual = replace(task, effort=EFFORT)
     assert Planner(usual, Silent(), model.known).answer().staged.seconds == pytest.approx(best.seconds, rel=1e-9)
-    monkeypatch.setattr(Planner, "_enqueue_variants", lambda *_: None)
+    monkeypatch.setattr(Visit, "_enqueue_variants", lambda *_: None)
     assert Planner(usual, Silent(), model.known).answer().staged.seconds > 1.1 * best.seconds

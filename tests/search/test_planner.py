@@ -23,6 +23,7 @@ from autoptd.search.pipeline.evaluate import Staged, simulated
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.planner import Planner, Task
 from autoptd.search.sharding.tensors import Sharded
+from autoptd.search.visit import visit
 
 
 def small_gpt(width: int = 512, layers: int = 4) -> nn.Module:
@@ -68,7 +69,7 @@ def test_no_candidate_is_better_or_below_its_bounds(gpt: autoptd.TracedModel, in
     assert answer.staged.seconds <= min(s.seconds for s in everything)
     for staged in everything:
         c = staged.candidate
-        solved, stages, outlook = other._solved(c), other._stages(c), other._bounds
+        solved, stages, outlook = other.costs.solved(c), other.costs.stages(c), other.costs.bounds
         assert isinstance(solved, Sharded)
         for bound in (
             outlook.floor_s(c),
@@ -90,7 +91,7 @@ def test_bounds_know_products_in_fp8() -> None:
     ratios = {}
     for c in search.candidates():
         if c.pp == 1 and c.micro == 4:
-            ratios[c] = search._bounds.floor_s(c) / search.predict(c).seconds
+            ratios[c] = search.costs.bounds.floor_s(c) / search.predict(c).seconds
     assert 0.5 < max(ratios.values()) <= 1 + 1e-9, ratios
 
 
@@ -100,10 +101,10 @@ def test_a_dominated_candidate_is_no_faster(gpt: autoptd.TracedModel, inter: flo
     """A candidate that is left out, since the same mesh with ZeRO 1 over all ranks needs less, takes no less time."""
     search = planner(gpt, roomy(80.0, inter), dimensions=["shards"], fix={"overlap": overlap})
     search.answer()
-    dominated = [e.candidate for e in search._queue.entries if search._is_dominated(e)]
+    dominated = [e.candidate for e in search.visit.queue.entries if search.visit._is_dominated(e)]
     assert bool(dominated) == ("dp" not in overlap)
     for c in dominated:
-        lighter = search._lighter(c)
+        lighter = search.visit._lighter(c)
         assert lighter is not None
         assert search.predict(c).seconds >= search.predict(lighter.candidate).seconds * (1 - 1e-6), str(c)
 
@@ -205,8 +206,8 @@ def test_a_search_without_a_plan_ends(gpt: autoptd.TracedModel, monkeypatch: pyt
         raise StagesDoNotFit("these stages do not fit", every_cut=False)
 
     monkeypatch.setattr(Stages, "solutions", refuse)
-    monkeypatch.setattr(autoptd.search.planner, "refine", lambda *_: (None, False))
-    monkeypatch.setattr(autoptd.search.planner, "_REFUSALS", 5)
+    monkeypatch.setattr(visit, "refine", lambda *_: (None, False))
+    monkeypatch.setattr(visit, "_REFUSALS", 5)
     with pytest.raises(DoesNotFit, match=r"no plan that fits was found(.|\n)*exact=True"):
         planner(gpt, roomy(80.0), fix={"pp": 4}).answer()
     few = len(tried)

@@ -59,7 +59,7 @@ def chunks(traced: autoptd.TracedModel, world: int = 8, **fix: Any) -> tuple[Chu
     search = planner(traced, world, **fix)
     (candidate,) = search.candidates()
     search.predict(candidate)
-    stages = search._stages(candidate)
+    stages = search.costs.stages(candidate)
     return stages.chunks, stages.tensors
 
 

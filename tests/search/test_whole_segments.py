@@ -100,11 +100,11 @@ def excluded(seeds: range) -> Iterator[tuple[bool, bool]]:
         except AutoptdError:
             continue
         for c in rng.sample(space, min(4, len(space))):
-            if isinstance(search._solved(c), AutoptdError) or (stages := search._stages(c)).fixed:
+            if isinstance(search.costs.solved(c), AutoptdError) or (stages := search.costs.stages(c)).fixed:
                 continue
             plans = _all_seconds(search, c, False, lambda cuts, rng=rng: rng.random() < 0.5)
             if (best_s := min(itertools.islice(plans, 30), default=None)) is not None:
-                end_s = search._bounds.with_end_s(c, 0.0)
+                end_s = search.costs.bounds.with_end_s(c, 0.0)
                 yield stages.excludes(best_s * (1 + 1e-6) - end_s), stages.excludes(best_s / 2 - end_s)
 
 

@@ -42,12 +42,7 @@ class Splitter:
         self._unlimited = _unlimited(task.cluster)
         self.tensors: dict[Key, Tensors] = {}
         self.sharded: dict[Key, Sharded | AutoptdError] = {}
-        self.solutions = 0  # of the splits ILP
-
-    @property
-    def is_derived(self) -> bool:
-        """Return whether some splits were taken over from microbatches of other sizes."""
-        return len(self.sharded) > self.solutions
+        self.is_derived = False  # whether some splits were taken over from microbatches of other sizes
 
     def check_heads(self) -> None:
         """Raise PlanError if a tp that was asked for cannot split the attention heads."""
@@ -161,6 +156,7 @@ class Splitter:
         for c in between:
             tensors = self.known.tensors(self.question(c))
             self.tensors[self.key_of(c)], self.sharded[self.key_of(c)] = tensors, tensors.priced(common)
+            self.is_derived = True
 
     def _common(
         self, grid: Sequence[Candidate], first: Sharded | AutoptdError, last: Sharded | AutoptdError
@@ -197,7 +193,6 @@ class Splitter:
                 if constraints.mesh.get("tp") == c.tp and (c.etp == 0 or "etp" in constraints.fixed):
                     raise solved
             self.tensors[key], self.sharded[key] = tensors, solved
-            self.solutions += 1
         return self.sharded[key]
 
     def refusal(self) -> AutoptdError:

@@ -205,8 +205,8 @@ def test_pairs_of_pins_do(start: int):
 def test_no_stage_begins_or_ends_inside_of_what_is_whole():
     search = planner({"whole": ["blocks.1"], "pp": 2, "tp": 1})
     first = search.candidates()[0]
-    assert not isinstance(search._solved(first), AutoptdError)
-    stages, last = search._stages(first), len(traced().folded.segments) - 1
+    assert not isinstance(search.costs.solved(first), AutoptdError)
+    stages, last = search.costs.stages(first), len(traced().folded.segments) - 1
     assert [traced().folded.segments[i].name for i in stages.method.uncut] == ["blocks.1.{norm_2,up,down}"]
     may_end = [i for i in range(last) if i + 1 not in stages.method.uncut]
     assert [i for i in range(last) if stages.passes(0, 0, i) is not None] == may_end

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from autoptd.search.candidate_queue import NEVER, QueueEntry
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.lower_bounds import CandidateBounds
 from autoptd.search.pipeline.stages import Stages
+from autoptd.search.visit.candidate_queue import NEVER, QueueEntry
 
 # of the best step, tried as bounds
 _SHARES = (0.7, 0.75, 0.8, 0.83, 0.86, 0.88, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)

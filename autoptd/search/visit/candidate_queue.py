@@ -40,7 +40,7 @@ class QueueEntry:
     found_s: float = NEVER  # the least seconds of a simulation
     is_full: bool = False  # whether memory raises its bound, or its stages recompute
     stages: Stages | None = None
-    step: int = 0  # into `Planner._steps`
+    step: int = 0  # into `_STEPS` of `visit.py`
     split_s: float = NEVER  # the bound by its split tensors, before memory counts
     is_weighed: bool = False  # whether the model's work on one rank bounds it already
     closed: bool = False  # whether all its cuts were examined

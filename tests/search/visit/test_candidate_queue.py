@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoptd.search.candidate_queue import CandidateQueue, QueueEntry
 from autoptd.search.meshes import Candidate
+from autoptd.search.visit.candidate_queue import CandidateQueue, QueueEntry
 
 PLAIN = Candidate(dp=4, tp=1, pp=2, micro=1, microbatches=8, zero=1, recompute="auto")
 TWO_CHUNKS = PLAIN._replace(schedule="interleaved", virtual=2)

@@ -1,0 +1,69 @@
+"""The costs of the candidates of a task: their splits, stages and bounds, worked out on demand and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from autoptd.errors import AutoptdError
+from autoptd.search.constraints.named import read_named
+from autoptd.search.memory_filter import MemoryFilter
+from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.block_cost import BlockCosts
+from autoptd.search.pipeline.lower_bounds import CandidateBounds
+from autoptd.search.pipeline.stages import Stages
+from autoptd.search.sharding.cache import ShardingCache
+from autoptd.search.sharding.solve import Splitter
+from autoptd.search.sharding.tensors import Sharded, Tensors
+from autoptd.search.task import Task, candidate_space
+from autoptd.search.variants import Variants
+
+Alike = Callable[[Candidate], Sequence[Candidate]]  # of a candidate, those that differ in their microbatch only
+
+
+class CandidateCosts:
+    """The costs of the candidates of one task. They do not depend on the order in which they are asked for."""
+
+    def __init__(self, task: Task, known: ShardingCache) -> None:
+        """`known`: what was worked out about the graph, which serves further tasks of it."""
+        self.task, self.known = task, known
+        named = read_named(task.folded, task.constraints)
+        self.method = named.on(task.constraints.method)
+        self.memory = MemoryFilter(task.folded, task.cluster, task.precision, task.optimizer, self.method.headroom)
+        self.splitter = Splitter(task, known, named, self.method)
+        self.bounds = CandidateBounds(task, known, self.method, self.memory)
+        self.variants = Variants(task, self.memory)
+        self._whole: dict[Hashable, Sharded | AutoptdError] = {}
+        self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
+
+    def candidates(self) -> Sequence[Candidate]:
+        """Return every candidate that the constraints leave open, with the fastest splits."""
+        return candidate_space(self.task, self.method, self.known.facts.has_attention)
+
+    def solved(self, c: Candidate, alike: Alike | None = None) -> Sharded | AutoptdError:
+        """Return the split tensors of a candidate, or why they cannot be split.
+
+        `alike`: those whose tensors are split with its own. Raises errors that concern every candidate."""
+        if (key := self.splitter.key_of(c)) not in self.splitter.sharded:
+            self.splitter.solve_between((c,) if alike is None else alike(c))
+        return self.splitter.sharded[key]
+
+    def on_one_rank(self, c: Candidate, alike: Alike) -> Sharded | AutoptdError:
+        """Return the model's work for a candidate's microbatch if one rank of its tp axis did all of it."""
+        if (key := (c.micro, c.cp, c.ep, c.etp)) not in self._whole:
+            self._whole[key] = self.solved(c._replace(tp=1, memory_saving=False), alike)
+        return self._whole[key]
+
+    def tensors(self, c: Candidate) -> Tensors:
+        """Return the tensor-level problem of a candidate whose tensors are split."""
+        return self.splitter.tensors[self.splitter.key_of(c)]
+
+    def stages(self, c: Candidate) -> Stages:
+        """Return the stage-level problem of a candidate whose tensors are split."""
+        task, key = self.task, self.splitter.key_of(c)
+        sharded = self.splitter.sharded[key]
+        assert isinstance(sharded, Sharded)
+        chosen = {name: getattr(c, name) for name in ("cp", "ep", "etp", "schedule", "virtual", "shards")}
+        blocks = self._blocks.setdefault((key, c.ep, c.etp, c.recompute), {})
+        method = replace(self.method, **chosen)
+        return Stages(self.tensors(c), sharded, c, method, task.precision, task.optimizer, task.cluster, blocks)
