@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,8 +217,10 @@ def parallelize(
     Raises what `plan` raises; PlanFileError for a plan of another model, or one that no longer matches its certificate;
     PlanError for a plan that contradicts a keyword; SigningError for an unreadable key.
     """
-    progress = progress_of(progress)
-    running = _running_world()
+    from autoptd.runtime.comm.shared_plan import on_all_ranks, shared_plan
+
+    progress, running = progress_of(progress), _running_world()
+    alone = running in (None, 1)
     model, weights = _opened(model, weights)
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
@@ -244,12 +247,20 @@ def parallelize(
     if optimizer is None:
         optimizer = "adamw" if plan is None else planned_optimizer(plan)
     chosen = optimizer_name(optimizer, optimizer_options)
+    kernels = {} if compile is None else {"kernels": "compiled" if compile else "eager"}
+    constraints = read_constraints({**kernels, **(fix or {})})
+    together = nullcontext if alone else on_all_ranks
+    with together():
+        if plan is None:
+            source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
+            source = source.for_batch(samples_of(batch, world))
+        else:
+            plan.check_runnable()
+            length, averaging = seq if seq is not None else plan.sizes.get("s"), loss_averaging or plan.loss_averaging
+            source = _traced(model, inputs, loss, targets, length, plan.precision, progress, averaging)
+            source = source.for_batch(plan.batch)
     if plan is None:
         assert where is not None
-        kernels = {} if compile is None else {"kernels": "compiled" if compile else "eager"}
-        constraints = read_constraints({**kernels, **(fix or {})})
-        source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
-        source = source.for_batch(samples_of(batch, world))
         make = partial(
             make_plan,
             source,
@@ -263,24 +274,21 @@ def parallelize(
             constraints=constraints,
             progress=progress,
         )
-        plan = make() if running in (None, 1) else _planned_by_rank_0(make, progress)
+        plan = make() if alone else shared_plan(make, source.graph_hash, progress)
         plan.check_runnable()
-    else:
-        length = seq if seq is not None else plan.sizes.get("s")
-        plan.check_runnable()
-        averaging = loss_averaging or plan.loss_averaging
-        source = _traced(model, inputs, loss, targets, length, plan.precision, progress, averaging)
-        source = source.for_batch(plan.batch)
-    stored = None if weights is None else _stored(weights, source)
-    shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters() if p.requires_grad}
-    groups = read_groups(parameter_groups, shapes)
-    check_update(optimizer, optimizer_options, groups, shapes, hidden_matrices(source.folded))
-    with progress.stage("emit the program"):
-        program = make_program(source, plan, read_sharding(source, plan))
-    recheck(plan, program, None if signed_by is None else Path(signed_by))
-    options = dict(optimizer_options or {})
-    backend = compile if isinstance(compile, str) or compile is None else DEFAULT * compile
-    parallel = Parallel(plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite, backend, stored)
+    with together():
+        stored = None if weights is None else _stored(weights, source)
+        shapes = {n: tuple(p.shape) for n, p in source.model.named_parameters() if p.requires_grad}
+        groups = read_groups(parameter_groups, shapes)
+        check_update(optimizer, optimizer_options, groups, shapes, hidden_matrices(source.folded))
+        with progress.stage("emit the program"):
+            program = make_program(source, plan, read_sharding(source, plan))
+        recheck(plan, program, None if signed_by is None else Path(signed_by))
+        options = dict(optimizer_options or {})
+        backend = compile if isinstance(compile, str) or compile is None else DEFAULT * compile
+        parallel = Parallel(
+            plan, source, program, optimizer, options, clip_norm, seed, groups, non_finite, backend, stored
+        )
     if running is not None:
         from autoptd.runtime.comm.processes import connect_processes
 
@@ -378,14 +386,6 @@ def _running_world() -> int | None:
             return size
     text = os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdigit() and "RANK" in os.environ else None
-
-
-def _planned_by_rank_0(make: Callable[[], Plan], progress: Progress) -> Plan:
-    from autoptd.runtime.comm.processes import start_processes
-    from autoptd.runtime.comm.shared_plan import shared_plan
-
-    start_processes()
-    return shared_plan(make, progress)
 
 
 def _cluster(cluster: str | os.PathLike[str] | Cluster | None) -> Cluster:

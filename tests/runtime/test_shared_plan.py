@@ -22,9 +22,9 @@ MESH = Mesh(WORLD)
 
 
 class Small(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 4 * WIDTH) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.inner, self.outer = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(self.outer(torch.relu(self.inner(x))), target)
@@ -85,3 +85,39 @@ def test_what_is_no_error_of_ours_reaches_all(pool: ProcessPool) -> None:
     assert raised == [("ZeroDivisionError", "of a search")]
     for _, ((kind, text),) in others:  # type: ignore[misc]
         assert kind == RuntimeFault.__name__ and "rank 0 could not plan: ZeroDivisionError: of a search" in text
+
+
+def apart(c: Communicators, how: str, odd: int) -> tuple[str, bool]:
+    """Let one rank ask for something else; return each rank's error, and whether all trained together after it."""
+    torch.manual_seed(0)
+    inputs = {"x": torch.zeros(2, WIDTH), "target": torch.zeros(2, WIDTH)}
+    options: dict[str, Any] = {"world": WORLD, "cluster": "local", "batch": 6, "precision": "fp32", "watch": False}
+    model, others = Small(), dict(options)
+    if c.rank == odd and how == "another model":
+        model.inner.bias.requires_grad_(False)
+    if c.rank == odd and how == "no trace":
+        model.forward = lambda x, target: 1 / 0  # type: ignore[method-assign,assignment]
+    if c.rank == odd and how == "no such group":
+        others["parameter_groups"] = [{"names": ["*decoder*"], "lr": 0.1}]
+    try:
+        autoptd.parallelize(model, inputs=inputs, **others)
+        text = "none"
+    except AutoptdError as error:
+        text = f"{type(error).__name__}: {error}"
+    made = autoptd.parallelize(Small(), inputs=inputs, **options)
+    share = {name: torch.ones(6 // made.dp_size, WIDTH) for name in inputs}
+    return text, float(made.train_step(share)) > 0
+
+
+SAID = {"another model": "has another model than rank 0", "no trace": "division by zero", "no such group": "decoder"}
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("how", SAID)
+def test_an_error_of_one_rank_reaches_all(pool: ProcessPool, how: str, odd: int) -> None:
+    """None waits for it, and all may try again."""
+    found = pool.run(MESH, apart, how, odd)
+    assert all(SAID[how] in text for text, _ in found), found
+    assert all(trained for _, trained in found)
+    if how != "another model":  # of rank 0's, all others have another one
+        assert all(f"rank {odd} cannot start" in text for rank, (text, _) in enumerate(found) if rank != odd)

@@ -1,37 +1,89 @@
 """One plan for all ranks of a launcher: rank 0 plans; the others read its plan, or its error, from the store.
 
-The store counts each rank's calls of `parallelize`, so that the same call on all ranks shares one plan.
+`on_all_ranks` encloses what each rank does by itself: an error of one reaches all, so that none waits for it. The
+store counts each rank's calls, so that the same call on all ranks shares one plan.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from autoptd import errors
-from autoptd.errors import AutoptdError, RuntimeFault
+from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress
 from autoptd.runtime.comm.process_group import default_store
+from autoptd.runtime.comm.processes import start_processes
 
 _KEYS = "autoptd/plan/"
 _FIRST_S, _LONGEST_S = 0.02, 1.0  # between two polls of the store
+_WAIT_S = 1800.0  # for other ranks, whose work is the same
 
 
-def shared_plan(make: Callable[[], Plan], progress: Progress) -> Plan:
-    """Call `make` on rank 0 of a started process group; return its plan on all ranks.
+def shared_plan(make: Callable[[], Plan], graph_hash: str, progress: Progress) -> Plan:
+    """Call `make` on rank 0 of the launcher's processes; return its plan on all ranks.
 
-    If rank 0 raises, all ranks raise: the same AutoptdError, or a RuntimeFault that names the error of rank 0.
+    `graph_hash`: of this rank's model. If rank 0 raises, all ranks raise: the same AutoptdError, or a RuntimeFault that
+    names the error of rank 0. Raises PlanError on a rank whose model is another than that of rank 0, RuntimeFault on
+    all others.
     """
+    start_processes()
     store, rank = default_store(), dist.get_rank()
     key = f"{_KEYS}{store.add(f'{_KEYS}calls of rank {rank}', 1)}"
     if rank == 0:
-        return _publish(make, store, key)
-    with progress.stage("wait for the plan of rank 0"):
-        return _plan_from(_wait_for(store, key))
+        plan = _publish(make, store, key)
+    else:
+        with progress.stage("wait for the plan of rank 0"):
+            plan = _plan_from(_wait_for(store, key))
+    with on_all_ranks():
+        if plan.graph_hash != graph_hash:
+            raise PlanError(
+                f"rank {rank} has another model than rank 0: traced, {graph_hash} instead of {plan.graph_hash}",
+                where=f"rank {rank}",
+                fix="build the same model on all ranks, from the same example inputs and with the same torch: layers, "
+                "frozen parameters, dropout rates, sizes",
+            )
+    return plan
+
+
+@contextmanager
+def on_all_ranks() -> Iterator[None]:
+    """Enclose what each rank of the launcher's processes does by itself, before any waits for another.
+
+    If it raises on one, the others raise a RuntimeFault that names that one and its error. Returns once all are done.
+    """
+    start_processes()
+    store, rank = default_store(), dist.get_rank()
+    key = f"{_KEYS}part {store.add(f'{_KEYS}parts of rank {rank}', 1)}"
+    failed, done = f"{key} failed", f"{key} done"
+    try:
+        yield
+    except BaseException as error:
+        store.set(failed, json.dumps(_failure_of(rank, error)))
+        raise
+    store.add(done, 1)
+    end_s, pause_s = time.monotonic() + _WAIT_S, _FIRST_S
+    try:
+        while (ready := store.add(done, 0)) < dist.get_world_size():
+            if store.check([failed]):
+                raise _error_from(json.loads(store.get(failed).decode()))
+            if time.monotonic() > end_s:
+                raise RuntimeFault(
+                    f"only {ready} of {dist.get_world_size()} ranks were ready to start in {_WAIT_S / 60:.0f} minutes",
+                    where=f"rank {rank}, waiting for the others",
+                    fix="look at what the others do: `py-spy dump --pid …`, or their logs",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_S)
+    except RuntimeError as error:  # raised by torch's stores
+        if isinstance(error, RuntimeFault):
+            raise
+        raise RuntimeFault(f"the other ranks cannot be reached: {error}", where="waiting for the others") from error
 
 
 def _publish(make: Callable[[], Plan], store: dist.Store, key: str) -> Plan:
@@ -51,6 +103,12 @@ def _failure(error: BaseException) -> dict[str, str]:
     return {"error": RuntimeFault.__name__, "what": what, "where": "rank 0, planning", "fix": ""}
 
 
+def _failure_of(rank: int, error: BaseException) -> dict[str, str]:
+    what, fix = (error.what, error.fix) if isinstance(error, AutoptdError) else (f"{type(error).__name__}: {error}", "")
+    what = what if what.startswith(f"rank {rank} ") else f"rank {rank} cannot start: {what}"
+    return {"error": RuntimeFault.__name__, "what": what, "where": f"rank {rank}", "fix": fix}
+
+
 def _wait_for(store: dist.Store, key: str) -> str:
     pause_s = _FIRST_S
     try:
@@ -66,5 +124,9 @@ def _plan_from(text: str) -> Plan:
     answer = json.loads(text)
     if "plan" in answer:
         return Plan.from_json(answer["plan"], "the plan of rank 0")
-    kind: type[AutoptdError] = getattr(errors, answer["error"], RuntimeFault)
-    raise kind(answer["what"], where=answer["where"], fix=answer["fix"])
+    raise _error_from(answer)
+
+
+def _error_from(failure: dict[str, str]) -> AutoptdError:
+    kind: type[AutoptdError] = getattr(errors, failure["error"], RuntimeFault)
+    return kind(failure["what"], where=failure["where"], fix=failure["fix"])
