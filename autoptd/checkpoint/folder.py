@@ -12,7 +12,7 @@
 
 A checkpoint is written under a name that begins with a dot and ends in `.part`, made durable (files and folders are
 flushed to disk), and renamed. Then `latest` is replaced. Last, older checkpoints and others of the same step are
-removed. A writer that dies in between leaves a `.part` folder, which the next writer removes.
+removed, each under such a name too. A writer that dies in between leaves a `.part` folder, which the next writer removes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,7 +132,7 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     `digests`: SHA-256 of every file. Raises OSError, in which case `latest` is unchanged.
     """
     part = part_of(root, step)
-    final = next(path for n in range(len(checkpoints(root)) + 1) if not (path := root / name_of(step, n)).exists())
+    final = next(path for n in count() if not os.path.lexists(path := root / name_of(step, n)))
     files = {name: {"bytes": (part / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
     data = {"format": FORMAT, "step": step, **manifest, "files": files}
     text = json.dumps({**data, "sha256": _own_digest(data)}, indent=1)
@@ -151,8 +152,13 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     replaced = [path for path in others if path.name.partition(".")[0] == name_of(step)]
     old = [path for path in others if path not in replaced]
     for path in replaced + (old[: len(old) - keep + 1] if keep is not None and len(old) >= keep else []):
-        shutil.rmtree(path)
+        _remove(path)
     return final
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first, so that one removed in part has no checkpoint's name."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.part")))
 
 
 def _own_digest(data: Mapping[str, Any]) -> str:

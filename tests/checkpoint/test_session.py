@@ -78,6 +78,17 @@ def test_the_next_save_waits_and_the_last_counts(tmp_path: Path) -> None:
     assert find(tmp_path).name == "step-00000003" and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("keep", [0, -1, "2", 1.5])
+def test_a_number_to_keep_that_is_none_removes_nothing(tmp_path: Path, keep: Any) -> None:
+    parallel = made()
+    for _ in range(2):
+        step(parallel)
+        parallel.save(tmp_path)
+    with pytest.raises(CheckpointError, match="keep="):
+        parallel.save(tmp_path, keep=keep)
+    assert len(list(tmp_path.glob("step-*"))) == 2
+
+
 def test_parameters_alone(tmp_path: Path) -> None:
     first, second = made(), made(optimizer="sgd", optimizer_options={"lr": 0.1})
     step(first)
