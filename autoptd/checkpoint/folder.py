@@ -12,7 +12,8 @@
 
 A checkpoint is written under a name that begins with a dot and ends in `.part`, made durable (files and folders are
 flushed to disk), and renamed. Then `latest` is replaced. Last, older checkpoints and others of the same step are
-removed, each under such a name too. A writer that dies in between leaves a `.part` folder, which the next writer removes.
+removed, each under such a name too. A writer that dies in between leaves `.part` folders, which the next writer
+removes.
 """
 
 from __future__ import annotations
