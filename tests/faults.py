@@ -144,6 +144,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "a group of others": "a rank makes a group that it is not in, a member does not, or they differ about members",
         "a group under two names": "members look for each other under different names, and wait for ever",
         "a slow start": "what a rank sets up grows with the world or the length of the pipeline",
+        "another checkpoint on one rank": "ranks that see different folders go on from different checkpoints (refused)",
     },
     "pipeline": {
         "both directions on one communicator": "sends of both directions wait for each other in the steady state",

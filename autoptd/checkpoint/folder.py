@@ -88,6 +88,15 @@ def find(path: Path) -> Path:
     return path / name
 
 
+def described(path: Path) -> str:
+    """Return the name and the digest of the checkpoint that `path` is or names, or why there is none."""
+    try:
+        found = find(path)
+        return f"{found.name}, whose {MANIFEST} has SHA-256 {digest(found / MANIFEST)}"
+    except (CheckpointError, OSError) as error:
+        return f"none: {getattr(error, 'what', error)}"
+
+
 def prepare(root: Path, step: int) -> Path:
     """Return an empty folder to write to, after removing those of writers that died. Raises CheckpointError."""
     try:

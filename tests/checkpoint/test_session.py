@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -25,6 +27,7 @@ from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 
+ROOT = Path(__file__).parents[2]
 SIZES = GPTSizes(vocab=32, max_seq=8, width=16, layers=1, heads=2, dropout=0.1)
 
 
@@ -76,6 +79,21 @@ def test_the_next_save_waits_and_the_last_counts(tmp_path: Path) -> None:
         parallel.save(tmp_path, keep=2, wait=False)
     parallel.finish_saving()
     assert find(tmp_path).name == "step-00000003" and not list(tmp_path.glob(".*"))
+
+
+SCRIPT = """
+import sys, torch, autoptd
+x = torch.ones(2, 4)
+par = autoptd.parallelize(torch.nn.Linear(4, 1), world=1, inputs={"input": x}, loss=torch.sum, batch=2)
+par.save(sys.argv[1], wait=False)
+"""
+
+
+def test_a_failure_that_no_call_raises_is_printed_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "file")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    assert f"saving step 0 into {tmp_path / 'file'} failed" in said and "finish_saving" in said
 
 
 @pytest.mark.parametrize("keep", [0, -1, "2", 1.5])
