@@ -262,13 +262,8 @@ class Trainer:
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
         flags = on_device([name in own_used for name in self._trainable], torch.float64, device)
         norm = on_device(squared_norm(self._pieces), torch.float64, device)
-        parts = (
-            loss.view(1),
-            norm.view(1),
-            self._inputs.row(self.update.options, self.finite.options),
-            flags,
-            sums.own,
-        )
+        checks = self._inputs.row(self.update.options, self.finite.options)
+        parts = (loss.view(1), norm.view(1), checks, flags, sums.own)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
         agreed, summed = agreed.split((len(agreed) - len(sums.own), len(sums.own)))
         whole, square, *rest = agreed.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import resource
 import subprocess
 import sys
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 import autoptd
@@ -246,6 +247,21 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
         made().resume(tmp_path / "file")
     assert str(tmp_path / "file") in str(caught.value) and "rank 0" in str(caught.value)
     assert made().resume(tmp_path / "new" / "folder") == 0 and not list((tmp_path / "new" / "folder").iterdir())
+
+
+def test_the_system_s_reason_is_named(tmp_path: Path) -> None:
+    """Torch's archives end with an error of their own after one of the file system."""
+    torch.manual_seed(0)
+    inputs = {"input": torch.zeros(2, 8)}
+    parallel = autoptd.parallelize(nn.Linear(8, 4000), world=1, inputs=inputs, loss=torch.sum, batch=2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            parallel.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
