@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,43 @@ def load_another(c: Communicators, job: Made, root: str) -> tuple[str, bool]:
 def test_ranks_that_see_different_checkpoints(pair: ProcessPool, tmp_path: Path) -> None:
     for said, unchanged in pair.run(made("dp 2").layout.mesh, load_another, made("dp 2"), str(tmp_path)):
         assert "rank 0: step-00000002, whose" in said and "rank 1: step-00000001, whose" in said and unchanged
+
+
+class Nothing:
+    """A state of nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def load_more(c: Communicators, job: Made, root: str, optimizer: bool) -> list[str]:
+    """Save and load with a state on rank 0 alone, or with the optimizer's state there alone; return the errors."""
+    session = session_of(trainer_of(c, job), job.plan)
+    others = {} if optimizer or c.rank else {"rates": Nothing()}
+    said = []
+    try:
+        session.save(Path(root), 1, others, None)
+        session.wait()
+    except CheckpointError as error:
+        said.append(str(error))
+        session.save(Path(root), 1, {"rates": Nothing()}, None)
+    try:
+        session.load(Path(root), others, optimizer=c.rank == 0 or not optimizer)
+    except CheckpointError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_arguments_that_one_rank_alone_gives(pair: ProcessPool, tmp_path: Path, optimizer: bool) -> None:
+    """Ranks waited for each other, or one rank did not get what the others restored."""
+    job = made("dp 2")
+    for said in pair.run(job.layout.mesh, load_more, job, str(tmp_path), optimizer):
+        assert "do not load the same" in said[-1] and len(said) == (1 if optimizer else 2)
+        assert ("rank 1: step-00000001, whose" if optimizer else ", others rates") in said[-1]
+        assert not optimizer or "optimizer=False" in said[-1]
 
 
 def save_another(c: Communicators, job: Made, root: str, step: int, name: str) -> str:
