@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autoptd.boundary import public_methods
+from autoptd.errors import CheckpointError
 from autoptd.running import RunningRank
 from autoptd.runtime.initialise import values_for
 from autoptd.stopping import SIGNALS, StopRequest
@@ -39,11 +40,14 @@ class Saving(RunningRank):
         It holds parameters, optimizer state, random state, step and plan; `load` reads it under any other plan.
 
         others: further objects with `state_dict` and `load_state_dict`, by name, such as learning-rate schedulers.
-        keep: number of checkpoints to keep; older ones are removed. None keeps all.
+        keep: number of checkpoints to keep, with this one; older ones are removed. None keeps all.
         wait: return once the checkpoint is durable. False: return once this rank's share is copied, and write during
         training; a failure is then raised by the next `save` or by `finish_saving`.
         Raises CheckpointError on every rank.
         """
+        if keep is not None and not (isinstance(keep, int) and keep >= 1):
+            fix = "give None to keep all checkpoints, or a number from 1 that includes the new one"
+            raise CheckpointError(f"keep={keep!r} is no number of checkpoints", where="keep", fix=fix)
         session = self._session
         with self._with_all(f"saving step {self.step}"):
             session.save(Path(directory), self.step, others or {}, keep)

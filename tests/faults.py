@@ -37,6 +37,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "a factor too many": "the loss has a constant factor too many, or lacks one",
         "another loss reported": "the returned loss is one rank's share of the minimised one",
         "overflow of one rank": "with a loss scale, a rank that sees no overflow steps while another skips",
+        "another loss scale on one rank": "a rank whose loop changed the loss scale weights its samples (refused)",
         "norm of scaled gradients": "norm, clipping or update use gradients that still contain the loss scale",
         "NaN of one rank": "a rank with a NaN or an infinity steps, or the other ranks do, or wait for it",
         "narrow sums": "gradients are summed over microbatches or ranks in 16 bits",
@@ -144,6 +145,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "a group of others": "a rank makes a group that it is not in, a member does not, or they differ about members",
         "a group under two names": "members look for each other under different names, and wait for ever",
         "a slow start": "what a rank sets up grows with the world or the length of the pipeline",
+        "another checkpoint on one rank": "ranks that see different folders go on from different checkpoints (refused)",
     },
     "pipeline": {
         "both directions on one communicator": "sends of both directions wait for each other in the steady state",

@@ -209,8 +209,9 @@ def write(folder: Path, entries: Sequence[Entry], rank: int) -> Metadata:
     try:
         (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
         written = writer.write_data(plan, planner).wait()
-    except RuntimeError as error:  # of torch's serialisation
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+    except RuntimeError as error:  # torch's serialisation raises one after a full disk, say, with that as its context
+        found = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise CheckpointError(f"{type(found).__name__}: {found}") from error
     metadata.storage_data = {each.index: each.storage_data for each in written}
     return metadata
 

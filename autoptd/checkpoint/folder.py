@@ -12,7 +12,8 @@
 
 A checkpoint is written under a name that begins with a dot and ends in `.part`, made durable (files and folders are
 flushed to disk), and renamed. Then `latest` is replaced. Last, older checkpoints and others of the same step are
-removed. A writer that dies in between leaves a `.part` folder, which the next writer removes.
+removed, each under such a name too. A writer that dies in between leaves `.part` folders, which the next writer
+removes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,6 +88,15 @@ def find(path: Path) -> Path:
     return path / name
 
 
+def described(path: Path) -> str:
+    """Return the name and the digest of the checkpoint that `path` is or names, or why there is none."""
+    try:
+        found = find(path)
+        return f"{found.name}, whose {MANIFEST} has SHA-256 {digest(found / MANIFEST)}"
+    except (CheckpointError, OSError) as error:
+        return f"none: {getattr(error, 'what', error)}"
+
+
 def prepare(root: Path, step: int) -> Path:
     """Return an empty folder to write to, after removing those of writers that died. Raises CheckpointError."""
     try:
@@ -131,7 +142,7 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     `digests`: SHA-256 of every file. Raises OSError, in which case `latest` is unchanged.
     """
     part = part_of(root, step)
-    final = next(path for n in range(len(checkpoints(root)) + 1) if not (path := root / name_of(step, n)).exists())
+    final = next(path for n in count() if not os.path.lexists(path := root / name_of(step, n)))
     files = {name: {"bytes": (part / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
     data = {"format": FORMAT, "step": step, **manifest, "files": files}
     text = json.dumps({**data, "sha256": _own_digest(data)}, indent=1)
@@ -151,8 +162,13 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     replaced = [path for path in others if path.name.partition(".")[0] == name_of(step)]
     old = [path for path in others if path not in replaced]
     for path in replaced + (old[: len(old) - keep + 1] if keep is not None and len(old) >= keep else []):
-        shutil.rmtree(path)
+        _remove(path)
     return final
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first, so that one removed in part has no checkpoint's name."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.part")))
 
 
 def _own_digest(data: Mapping[str, Any]) -> str:

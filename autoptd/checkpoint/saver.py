@@ -2,12 +2,14 @@
 
 At most one copy exists at a time: the next save waits for the one in progress. The thread has a gloo group of its own,
 so its collectives cannot interleave with those of a training step. An error in it is raised on all ranks by the next
-save or by `wait`.
+save or by `wait`; one that no call has raised by the end of the process is printed.
 """
 
 from __future__ import annotations
 
+import atexit
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from autoptd.checkpoint.torch_index import METADATA
 from autoptd.errors import CheckpointError
 from autoptd.runtime.comm.along_tree import Reasons, of_all, to_root
 from autoptd.runtime.comm.members import group_of_members
+from autoptd.text import printable
 
 T = TypeVar("T")
 
@@ -77,6 +80,8 @@ class Saver:
         self.rank = dist.get_rank() if world > 1 else 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._saving = ""
+        atexit.register(self._say_what_failed)  # runs once the thread has ended
 
     def start(
         self,
@@ -102,6 +107,7 @@ class Saver:
             except CheckpointError as error:
                 failed = error  # the thread raises it on all ranks
         job = _Job(root, step, copied(entries), files, failed, manifest, keep)
+        self._saving = f"step {step} into {root}"
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save of step {step}")
         self._thread.start()
 
@@ -113,6 +119,14 @@ class Saver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def _say_what_failed(self) -> None:
+        """Print an error that no call has raised. Ranks share a CheckpointError, which the first one prints."""
+        if self._error is not None and (self.rank == 0 or not isinstance(self._error, CheckpointError)):
+            fix = "end the script with finish_saving(), which raises this error"
+            text = f"saving {self._saving} failed: {self._error}\n  fix    {fix}"
+            sys.stderr.write(f"autoptd: {printable(text)}\n")
+            sys.stderr.flush()
 
     def _run(self, job: _Job) -> None:
         try:
@@ -165,14 +179,17 @@ class Saver:
         """Return what ranks found wrong, the same on all; "" for nothing. A collective."""
         return of_all(Reasons.of(self.rank, mine), Reasons.merged, self.group)
 
-    def differing(self, mine: T) -> dict[int, T]:
-        """Return the value of rank 0, and of another rank if one has another value. A collective."""
-        return of_all({self.rank: mine}, _first_that_differ, self.group)
+    def agree(self, what: str, mine: str, fix: str) -> None:
+        """Raise CheckpointError `what` on all ranks unless all have the same text. A collective."""
+        found = of_all({self.rank: mine}, _first_that_differ, self.group)
+        if len(found) > 1:
+            where = "\n".join(f"rank {rank}: {text}" for rank, text in found.items())
+            raise CheckpointError(what, where=where, fix=fix)
 
 
-def _first_that_differ(a: Mapping[int, T], b: Mapping[int, T]) -> dict[int, T]:
-    """Return the value of the lowest rank, and of the lowest rank with another one, by rank."""
-    found: dict[int, T] = {}
+def _first_that_differ(a: Mapping[int, str], b: Mapping[int, str]) -> dict[int, str]:
+    """Return the text of the lowest rank, and of the lowest rank with another one, by rank."""
+    found: dict[int, str] = {}
     for rank, value in sorted({**a, **b}.items()):
         if len(found) < 2 and value not in found.values():
             found[rank] = value

@@ -52,6 +52,9 @@ class Session:
     def save(self, root: Path, step: int, others: Mapping[str, Stateful], keep: int | None) -> None:
         """Copy this rank's state and start writing it. `keep`: number of checkpoints to keep, None for all."""
         trainer = self._trainer
+        self.wait()
+        fix = "call save on all ranks after the same step, with one folder and the same others"
+        self._saver.agree("the ranks do not save the same checkpoint", f"step {step}, {root}{_named(others)}", fix)
         trainer.settle()
         entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
         groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
@@ -95,13 +98,7 @@ class Session:
         self.wait()
         self._saver.on_all_ranks(f"resume from {root}", lambda: folder.try_writing(root, self._saver.rank))
         names = [path.name for path in folder.newest_first(root)]
-        if len(seen := self._saver.differing(names)) > 1:
-            (rank, some), (other, different) = seen.items()
-            raise CheckpointError(
-                f"rank {rank} sees {some or 'nothing'} there, rank {other} {different or 'nothing'}",
-                where=str(root),
-                fix="give a folder that all nodes share",
-            )
+        self._agree_on(root, ", ".join(names) or "nothing")
         damaged: list[str] = []
         for name in names:
             mine = damage_here(root / name, self._trainer.communicators)
@@ -115,9 +112,15 @@ class Session:
             raise CheckpointError("all checkpoints are damaged", where="\n".join(damaged), fix=fix)
         return 0, damaged
 
+    def _agree_on(self, path: Path, seen: str) -> None:
+        """Raise CheckpointError on all ranks unless all see the same in a folder. A collective."""
+        what = f"the ranks do not load the same from {path}"
+        self._saver.agree(what, seen, "give the same arguments on all ranks, and a folder that all nodes share")
+
     def load(self, path: Path, others: Mapping[str, Stateful], *, optimizer: bool) -> int:
         """Load a checkpoint. Returns the step after which it was written."""
         self.wait()
+        self._agree_on(path, f"{folder.described(path)}{_named(others)}{'' if optimizer else ', optimizer=False'}")
         progress = restore(
             path,
             self._trainer,
@@ -133,3 +136,7 @@ class Session:
         if self._trainer.finite.scaling is not None and progress.get("loss_scale") is not None:
             self._trainer.finite.scaling.load_state_dict(progress["loss_scale"])
         return int(progress["step"])
+
+
+def _named(others: Mapping[str, Stateful]) -> str:
+    return f", others {', '.join(sorted(map(str, others)))}" if others else ""

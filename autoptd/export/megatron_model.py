@@ -11,10 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from autoptd.text import fold_names
+
 Argument = tuple[str, str]  # name and value; "" for a flag
 
 _LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _MOE = ("mixtral", "qwen3_moe")
+# constants of megatron/core/models/common/embeddings/rotary_pos_embedding.py (`_apply_scaling`)
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 KNOWN = ("gpt2", *_LLAMA_LIKE)
 
 
@@ -25,7 +29,7 @@ def shape_arguments(model: nn.Module) -> tuple[list[Argument], list[str]]:
     if kind == "gpt2":
         return list(_gpt2(config)), list(_gpt2_differs(config))
     if kind in _LLAMA_LIKE:
-        return list(_llama(config, model)), list(_llama_differs(config))
+        return list(_llama(config, model)), list(_llama_differs(config, model))
     what = f"a {kind}" if kind else f"a {type(model).__name__}, which has no configuration"
     return [], [f"the model's sizes are left to you: it is {what}; they are known for {', '.join(KNOWN)}"]
 
@@ -48,6 +52,8 @@ def _gpt2_differs(config: Any) -> Iterator[str]:
     if config.embd_pdrop != config.resid_pdrop:
         hidden = f"--hidden-dropout {config.resid_pdrop:g}"
         yield f"dropout of embeddings is {config.embd_pdrop:g}: {hidden} applies to them too"
+    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
+        yield "attention is not scaled by the root of a head's width alone: Megatron-LM's is"
 
 
 def _llama(config: Any, model: nn.Module) -> Iterator[Argument]:
@@ -78,15 +84,22 @@ def _llama(config: Any, model: nn.Module) -> Iterator[Argument]:
         yield from _experts(config)
 
 
-def _llama_differs(config: Any) -> Iterator[str]:
-    rope = _rope(config).get("rope_type", "default")
-    if rope not in ("default", "llama3"):
-        yield f"rotary embeddings are of type {rope}: the arguments here are those of the default type"
+def _llama_differs(config: Any, model: nn.Module) -> Iterator[str]:
+    if config.hidden_act not in ("silu", "swish"):
+        yield f"the activation is {config.hidden_act}: --swiglu takes silu"
+    biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
+    if others := [name for name in biases if not name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))]:
+        yield f"biases are left out: {', '.join(fold_names(others))}"
+    yield from _rotary_differs(config)
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         yield f"attention has a sliding window of {window} tokens: set --window-size for the layers that have it"
     if config.model_type == "qwen2_moe":
         yield "experts of qwen2_moe, one of which is shared, are left to you"
+    if noise := getattr(config, "router_jitter_noise", 0.0):
+        yield f"what experts read is multiplied with noise of {noise:g}: Megatron-LM has it for the router alone"
+    if config.model_type in _MOE and getattr(config, "output_router_logits", False):
+        yield "the balance loss is one of all layers: Megatron-LM adds one per layer, divided by --moe-router-topk"
 
 
 def _sizes(layers: int, width: int, heads: int, ffn: int) -> Iterator[Argument]:
@@ -122,7 +135,22 @@ def _rotary(config: Any) -> Iterator[Argument]:
         yield "--rope-scaling-factor", f"{rope['factor']:g}"
 
 
+def _rotary_differs(config: Any) -> Iterator[str]:
+    rope = _rope(config)
+    kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", getattr(config, "rope_theta", 10000))
+    if kind not in ("default", "llama3"):
+        yield f"rotary embeddings are of type {kind}: the arguments here are those of the default type"
+    if theta != int(theta):
+        yield f"the base of rotary embeddings is {theta:g}: --rotary-base is an integer"
+    fixed = {name: rope[name] for name in _LLAMA3 if kind == "llama3" and rope.get(name) != _LLAMA3[name]}
+    for name, value in fixed.items():
+        yield f"{name} of rotary embeddings is {value:g}: Megatron-LM has {_LLAMA3[name]:g} with --use-rope-scaling"
+
+
 def _experts(config: Any) -> Iterator[Argument]:
+    sparse = [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)]
+    if not all(sparse):
+        yield "--moe-layer-freq", str(sparse).replace(" ", "")
     count = getattr(config, "num_local_experts", None) or config.num_experts
     yield "--num-experts", str(count)
     yield "--moe-router-topk", str(config.num_experts_per_tok)
@@ -136,3 +164,9 @@ def _experts(config: Any) -> Iterator[Argument]:
         yield "--moe-router-load-balancing-type", "none"
     if width := getattr(config, "moe_intermediate_size", None):
         yield "--moe-ffn-hidden-size", str(width)
+
+
+def _has_experts(config: Any, layer: int) -> bool:
+    """Return whether a layer has experts, by the rule of Qwen's mixtures; in Mixtral all layers have."""
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    return layer not in dense and (layer + 1) % getattr(config, "decoder_sparse_step", 1) == 0

@@ -7,7 +7,7 @@ zeros of the planned sizes, and all ranks sum up four numbers:
     faults    1 if the rank's batch is wrong, else 0           sum 0: the step is taken
     digest    digest · weight, Σ weight = 0 over a dp share    sum 0: ranks that share samples got the same ones
     shared    the same of inputs without samples, Σ over all   sum 0: all ranks got the same ones
-    options   the same of the optimizer's options              sum 0: all ranks update with the same ones
+    options   the same of the optimizer's and loss scale's     sum 0: all ranks update with the same ones
 
 Otherwise no rank takes the step, and all raise the InputsError of the first rank that has one. The sums are exact: a
 digest has 20 bits, weights are below n²/2 for the n ranks of a share, and float64 is exact up to 2^53.
@@ -57,7 +57,7 @@ class Agreement:
         self._samples = layout.micro * layout.microbatches
         self._fault: InputsError | None = None
         self._digests = [torch.zeros((), dtype=torch.float64)] * 2
-        self._options = ""  # the optimizer's, in words
+        self._options = ""  # the optimizer's and the loss scale's, in words
 
     def take(
         self, batch: Mapping[str, Any], microbatches: int | None, check: Callable[[], None] = lambda: None
@@ -113,12 +113,12 @@ class Agreement:
             found.update((symbol, n) for symbol, n in zip(spec.symbols, sizes, strict=True) if symbol)
         return found
 
-    def row(self, options: Callable[[], str] = lambda: "") -> Tensor:
+    def row(self, *options: Callable[[], str]) -> Tensor:
         """Return this rank's contribution to the sum over the world: [NUMBERS], float64.
 
-        options: returns those of the optimizer in words, a line for each.
+        options: each returns some of those of optimizer and loss scale in words, a line for each.
         """
-        self._options = options() if self._compared[1] else ""
+        self._options = "\n".join(each() for each in options) if self._compared[1] else ""
         number = int.from_bytes(hashlib.sha256(self._options.encode()).digest()[:4], "big") >> 12
         device = self._comm.device
         wrong = torch.full((), float(self._fault is not None), dtype=torch.float64, device=device)
@@ -164,9 +164,9 @@ class Agreement:
         ]
         lines = next((list(line) for line in zip(*each, strict=False) if len(set(line)) > 1), [])
         return InputsError(
-            "the optimizer has different options on the ranks",
+            "the ranks have different options of the optimizer or of loss_scale",
             where="\n".join(apart(lines)),
-            fix="change param_groups, and step schedulers, on all ranks alike; loss and grad_norm are the same on all",
+            fix="change param_groups, loss_scale and schedulers on all ranks alike, as by loss and grad_norm",
         )
 
     def _differ(self) -> InputsError:

@@ -75,6 +75,11 @@ class Finite:
         """The loss scale of this step, a factor of all its gradients."""
         return 1.0 if self.scaling is None else self.scaling.scale
 
+    def options(self) -> str:
+        """Return the fields of the loss scale as text, a line for each; the same on all ranks."""
+        fields_of = {} if self.scaling is None else self.scaling.state_dict()
+        return "\n".join(f"{name} = {value} in loss_scale" for name, value in fields_of.items())
+
     def steps(self, loss: float, norm: float) -> bool:
         """Return whether to take this step; `loss` and `norm`: of the global batch, the same on all ranks."""
         self._seen = (loss, norm)

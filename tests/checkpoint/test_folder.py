@@ -50,6 +50,26 @@ def test_a_run_that_went_back_writes_its_own(tmp_path: Path) -> None:
     assert [path.name for path in folder.checkpoints(tmp_path)] == ["step-00000005.1", "step-00000006"]
 
 
+def test_a_folder_with_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / folder.name_of(3)).mkdir()  # such as one that somebody has emptied
+    assert write(tmp_path, 3).name == "step-00000003.1"
+    assert folder.find(tmp_path).name == "step-00000003.1" and (tmp_path / folder.name_of(3)).is_dir()
+
+
+def test_killed_while_an_older_one_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rmtree_of_one_file(path: Path) -> None:
+        (path / folder.MANIFEST).unlink()
+        raise Died
+
+    write(tmp_path, 1)
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        patch.setattr(shutil, "rmtree", rmtree_of_one_file)
+        write(tmp_path, 2, keep=1)
+    assert folder.find(tmp_path).name == "step-00000002"
+    write(tmp_path, 1)  # of a run that began anew
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
 class Died(BaseException):
     """The process is killed here."""
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import resource
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 import autoptd
@@ -25,6 +28,7 @@ from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 
+ROOT = Path(__file__).parents[2]
 SIZES = GPTSizes(vocab=32, max_seq=8, width=16, layers=1, heads=2, dropout=0.1)
 
 
@@ -76,6 +80,32 @@ def test_the_next_save_waits_and_the_last_counts(tmp_path: Path) -> None:
         parallel.save(tmp_path, keep=2, wait=False)
     parallel.finish_saving()
     assert find(tmp_path).name == "step-00000003" and not list(tmp_path.glob(".*"))
+
+
+SCRIPT = """
+import sys, torch, autoptd
+x = torch.ones(2, 4)
+par = autoptd.parallelize(torch.nn.Linear(4, 1), world=1, inputs={"input": x}, loss=torch.sum, batch=2)
+par.save(sys.argv[1], wait=False)
+"""
+
+
+def test_a_failure_that_no_call_raises_is_printed_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "file")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    assert f"saving step 0 into {tmp_path / 'file'} failed" in said and "finish_saving" in said
+
+
+@pytest.mark.parametrize("keep", [0, -1, "2", 1.5])
+def test_a_number_to_keep_that_is_none_removes_nothing(tmp_path: Path, keep: Any) -> None:
+    parallel = made()
+    for _ in range(2):
+        step(parallel)
+        parallel.save(tmp_path)
+    with pytest.raises(CheckpointError, match="keep="):
+        parallel.save(tmp_path, keep=keep)
+    assert len(list(tmp_path.glob("step-*"))) == 2
 
 
 def test_parameters_alone(tmp_path: Path) -> None:
@@ -217,6 +247,21 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
         made().resume(tmp_path / "file")
     assert str(tmp_path / "file") in str(caught.value) and "rank 0" in str(caught.value)
     assert made().resume(tmp_path / "new" / "folder") == 0 and not list((tmp_path / "new" / "folder").iterdir())
+
+
+def test_the_system_s_reason_is_named(tmp_path: Path) -> None:
+    """Torch's archives end with an error of their own after one of the file system."""
+    torch.manual_seed(0)
+    inputs = {"input": torch.zeros(2, 8)}
+    parallel = autoptd.parallelize(nn.Linear(8, 4000), world=1, inputs=inputs, loss=torch.sum, batch=2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            parallel.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoptd.errors import PlanError, RuntimeFault
+from autoptd.errors import InputsError, PlanError, RuntimeFault
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import B, Split
@@ -100,6 +100,24 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_is_torch_s(mesh
         assert scales == expected
         assert skipped == [bool(x) for x in OVERFLOWS]
         assert torch.equal(state, first)
+
+
+@pytest.mark.parametrize("field", ["scale", "growth_interval"])
+@pytest.mark.fault("another loss scale on one rank")
+def test_a_scale_that_one_rank_changes_is_refused(field: str) -> None:
+    def body(c: Communicators) -> tuple[str, bool]:
+        made = linear(c)
+        made.train_step(batch(c, 0))
+        before = {name: x.clone() for name, x in made.state_dict().items()}
+        if c.rank == 1:
+            setattr(made.finite.scaling, field, 2)
+        with pytest.raises(InputsError) as caught:
+            made.train_step(batch(c, 0))
+        now = made.state_dict()
+        return str(caught.value), all(torch.equal(x, now[name]) for name, x in before.items())
+
+    for said, unchanged in run_lockstep(Mesh(dp=2), body):
+        assert f"rank 1: {field} = 2 in loss_scale" in said and unchanged
 
 
 def test_defaults_are_torch_s() -> None:
