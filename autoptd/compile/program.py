@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.compile.traced import TracedModel, check_loss
+from autoptd.errors import PlanError
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.context_parallel import TokenSplits, split_tokens
 from autoptd.passes.sharding.context_parallel_graph import cut_tokens
 from autoptd.passes.sharding.expert_parallel_graph import split_experts
+from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.sharding.own_prelude import own_tokens
 from autoptd.passes.sharding.sharding import (
     Sharding,
@@ -18,6 +20,7 @@ from autoptd.passes.sharding.sharding import (
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.plans.consistency import check_derived, check_sizes
 from autoptd.plans.model import Plan
+from autoptd.text import fold_names
 
 
 def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
@@ -45,13 +48,20 @@ def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
 
 
 def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program:
-    """Emit the program of a plan. Raises PlanError if the model's tokens cannot be split over cp ranks."""
+    """Emit the program of a plan. Raises PlanError if tokens cannot be split over cp ranks, or experts with them."""
     specs = [StageSpec(s.first, s.last, plan.policies(s)) for s in plan.stages]
     folded = source.folded
     if plan.mesh.cp > 1:
         folded, sharding = cut_tokens(folded, token_splits(source, plan), sharding)
     folded = own_tokens(folded, sharding)
     if plan.mesh.ep > 1:
+        if unsplit := expert_parameters(source.folded) - expert_parameters(folded):
+            raise PlanError(
+                f"the experts {', '.join(fold_names(sorted(unsplit)))} are not split over ep {plan.mesh.ep} where cp "
+                f"{plan.mesh.cp} splits the tokens of a sample",
+                where="fix['cp'], fix['ep']",
+                fix="plan with fix={'cp': 1} or fix={'ep': 1}",
+            )
         folded, sharding = split_experts(folded, plan.mesh.ep, sharding, plan.mesh.etp)
     program = emit_program(folded, sharding, specs, plan.model, **emission_options(plan))
     return replace(program, files={**program.files, "plan.json": plan.to_json()})
