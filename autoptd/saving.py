@@ -71,7 +71,7 @@ class Saving(RunningRank):
 
         path: the folder that was given to `save`, whose `latest` is loaded, or one `step-…` folder in it.
         others: objects to restore, by the names that `save` was given.
-        optimizer: False loads the parameters alone.
+        optimizer: False leaves out the optimizer's state. Step, seed and loss scale are still the checkpoint's.
         Files are checked against their digests first. Raises CheckpointError on every rank.
         """
         session = self._session

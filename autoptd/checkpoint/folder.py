@@ -23,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
@@ -66,7 +67,17 @@ def checkpoints(root: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, in the order in which they were written."""
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
     found = [path for path in found if is_folder(path) and is_regular(path / MANIFEST)]
-    return sorted(found, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))
+    return sorted(found, key=lambda path: (_saved_ns(path), path.name))
+
+
+def _saved_ns(folder: Path) -> int:
+    """Return when a checkpoint was saved: as its manifest says, since a copy of the file is younger; else its time."""
+    path = folder / MANIFEST
+    with suppress(ValueError, RecursionError, MemoryError, CheckpointError, OSError):
+        data = read_json(path, _LONGEST)
+        if isinstance(data, dict) and type(saved := data.get("saved_ns")) is int:
+            return saved
+    return path.stat().st_mtime_ns
 
 
 def find(path: Path) -> Path:
@@ -144,7 +155,8 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     part = part_of(root, step)
     final = next(path for n in count() if not os.path.lexists(path := root / name_of(step, n)))
     files = {name: {"bytes": (part / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
-    data = {"format": FORMAT, "step": step, **manifest, "files": files}
+    saved_ns = max(time.time_ns(), *(_saved_ns(path) + 1 for path in checkpoints(root)), 0)  # though clocks go back
+    data = {"format": FORMAT, "step": step, "saved_ns": saved_ns, **manifest, "files": files}
     text = json.dumps({**data, "sha256": _own_digest(data)}, indent=1)
     if len(text) > _LONGEST:
         raise CheckpointError(
@@ -229,6 +241,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     format: int
     step: Annotated[int, Field(ge=0, lt=2**63)]
+    saved_ns: Annotated[int | None, Field(ge=0)] = None  # since 1970; checkpoints of a folder are in this order
     tensors: Annotated[dict[str, Any], _each(Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=32)])]
     buffers: Annotated[list[_Line], FailFast()] = []  # names in `tensors` that are not parameters
     aliases: Annotated[dict[str, Any], _each(_Line)]

@@ -50,6 +50,24 @@ def test_a_run_that_went_back_writes_its_own(tmp_path: Path) -> None:
     assert [path.name for path in folder.checkpoints(tmp_path)] == ["step-00000005.1", "step-00000006"]
 
 
+def test_checkpoints_that_were_copied_keep_their_order(tmp_path: Path) -> None:
+    """A copy has files of its own times, here in the opposite order: the oldest goes, and the newest is tried first."""
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    for age, step in enumerate((30, 20, 10)):
+        os.utime(tmp_path / folder.name_of(step) / folder.MANIFEST, ns=(age, age))
+    assert [path.name for path in folder.newest_first(tmp_path)] == [folder.name_of(n) for n in (30, 20, 10)]
+    write(tmp_path, 40, keep=3)
+    assert [path.name for path in folder.checkpoints(tmp_path)] == [folder.name_of(n) for n in (20, 30, 40)]
+
+
+def test_checkpoints_are_in_order_though_the_clock_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 10)
+    monkeypatch.setattr(folder.time, "time_ns", lambda: 1)
+    write(tmp_path, 20)
+    assert [path.name for path in folder.newest_first(tmp_path)] == [folder.name_of(20), folder.name_of(10)]
+
+
 def test_a_folder_with_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / folder.name_of(3)).mkdir()  # such as one that somebody has emptied
     assert write(tmp_path, 3).name == "step-00000003.1"
