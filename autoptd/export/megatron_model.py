@@ -52,7 +52,7 @@ def _gpt2_differs(config: Any) -> Iterator[str]:
     if config.embd_pdrop != config.resid_pdrop:
         hidden = f"--hidden-dropout {config.resid_pdrop:g}"
         yield f"dropout of embeddings is {config.embd_pdrop:g}: {hidden} applies to them too"
-    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
+    if not getattr(config, "scale_attn_weights", True) or getattr(config, "scale_attn_by_inverse_layer_idx", False):
         yield "attention is not scaled by the root of a head's width alone: Megatron-LM's is"
 
 
@@ -85,7 +85,7 @@ def _llama(config: Any, model: nn.Module) -> Iterator[Argument]:
 
 
 def _llama_differs(config: Any, model: nn.Module) -> Iterator[str]:
-    if config.hidden_act not in ("silu", "swish"):
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         yield f"the activation is {config.hidden_act}: --swiglu takes silu"
     biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
     if others := [name for name in biases if not name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))]:
