@@ -299,7 +299,7 @@ def test_what_cannot_be_split_is_refused(mesh: Mesh, name: str, says: str) -> No
 
 
 def test_experts_that_are_whole_beside_cp_are_refused() -> None:
-    """Where tokens are split, slots are counted from all tokens of a sample, by every rank."""
+    """Slots are counted from all tokens of a sample: every rank of cp has them all."""
     with pytest.raises(PlanError, match=r"mixtures.{0..1}.up are not split over ep 2 where cp 2 splits the tokens"):
         parallel("capacity", planned("capacity", Mesh(cp=2, ep=2), replace(BULK, micro=2)), "adamw")
 

@@ -7,6 +7,7 @@ store counts each rank's calls, so that the same call on all ranks shares one pl
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ def shared_plan(make: Callable[[], Plan], graph_hash: str, progress: Progress) -
         plan = _publish(make, store, key)
     else:
         with progress.stage("wait for the plan of rank 0"):
-            plan = _plan_from(_wait_for(store, key))
+            plan = _plan_from(_wait_for(store, key, "the plan of rank 0"))
     with on_all_ranks():
         if plan.graph_hash != graph_hash:
             raise PlanError(
@@ -60,30 +61,15 @@ def on_all_ranks() -> Iterator[None]:
     start_processes()
     store, rank = default_store(), dist.get_rank()
     key = f"{_KEYS}part {store.add(f'{_KEYS}parts of rank {rank}', 1)}"
-    failed, done = f"{key} failed", f"{key} done"
     try:
         yield
     except BaseException as error:
-        store.set(failed, json.dumps(_failure_of(rank, error)))
+        store.set(key, json.dumps(_failure_of(rank, error)))
         raise
-    store.add(done, 1)
-    end_s, pause_s = time.monotonic() + _WAIT_S, _FIRST_S
-    try:
-        while (ready := store.add(done, 0)) < dist.get_world_size():
-            if store.check([failed]):
-                raise _error_from(json.loads(store.get(failed).decode()))
-            if time.monotonic() > end_s:
-                raise RuntimeFault(
-                    f"only {ready} of {dist.get_world_size()} ranks were ready to start in {_WAIT_S / 60:.0f} minutes",
-                    where=f"rank {rank}, waiting for the others",
-                    fix="look at what the others do: `py-spy dump --pid …`, or their logs",
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_S)
-    except RuntimeError as error:  # raised by torch's stores
-        if isinstance(error, RuntimeFault):
-            raise
-        raise RuntimeFault(f"the other ranks cannot be reached: {error}", where="waiting for the others") from error
+    if store.add(f"{key}/done", 1) == dist.get_world_size():
+        store.set(key, json.dumps({}))
+    if failure := json.loads(_wait_for(store, key, "other ranks", _WAIT_S)):
+        raise _error_from(failure)
 
 
 def _publish(make: Callable[[], Plan], store: dist.Store, key: str) -> Plan:
@@ -109,15 +95,20 @@ def _failure_of(rank: int, error: BaseException) -> dict[str, str]:
     return {"error": RuntimeFault.__name__, "what": what, "where": f"rank {rank}", "fix": fix}
 
 
-def _wait_for(store: dist.Store, key: str) -> str:
-    pause_s = _FIRST_S
+def _wait_for(store: dist.Store, key: str, whom: str, limit_s: float = math.inf) -> str:
+    """Return the text of a key once it is there. Raises RuntimeFault after `limit_s`, or if the store is gone."""
+    end_s, pause_s = time.monotonic() + limit_s, _FIRST_S
+    where = f"rank {dist.get_rank()}, waiting for {whom}"
     try:
-        while not store.check([key]):
+        while not (is_there := store.check([key])) and time.monotonic() < end_s:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
-        return store.get(key).decode()
+        if is_there:
+            return store.get(key).decode()
     except RuntimeError as error:  # raised by torch's stores
-        raise RuntimeFault(f"the plan of rank 0 could not be read: {error}", where="waiting for the plan") from error
+        raise RuntimeFault(f"the store of the process group cannot be read: {error}", where=where) from error
+    fix = "look at what the others do: their logs, or `py-spy dump --pid …`"
+    raise RuntimeFault(f"some ranks were not ready to start in {limit_s / 60:.0f} minutes", where=where, fix=fix)
 
 
 def _plan_from(text: str) -> Plan:
