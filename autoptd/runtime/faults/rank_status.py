@@ -79,7 +79,7 @@ class RankStatus:
         self.count += 1
 
     def set_comm(self, comm: PendingComm | None) -> None:
-        """Record the start of a communication, or its end (None)."""
+        """Record which communication this rank is in now, None for none."""
         self.comm, self.since = comm, time.monotonic()
         self.count += comm is not None
 
@@ -90,22 +90,26 @@ class RankStatus:
         return found if comm is None else replace(found, comm=comm.what, peers=comm.peers)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingComm:
-    """A communication: wrap `with` around whatever may wait for other ranks. An error leaves it recorded."""
+    """A communication: wrap `with` around whatever may wait for other ranks. An error leaves it recorded.
+
+    After one that is part of another, this rank is in the other again."""
 
     status: RankStatus
     what: str  # "all-reduce with"
     peers: tuple[int, ...]  # global ranks; (): all ranks, without a limit of time
+    _outer: PendingComm | None = field(default=None, init=False, repr=False, compare=False)
 
     def __enter__(self) -> None:
+        self._outer = self.status.comm
         self.status.set_comm(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None or issubclass(kind, CheckpointError):  # all ranks have agreed on a CheckpointError
-            self.status.set_comm(None)
+            self.status.set_comm(self._outer)
 
 
 class Unwatched:

@@ -27,6 +27,16 @@ QUICK = Timeouts(tick_s=0.05, silent_s=0.5, slow_s=0.5, stuck_s=60, grace_s=30)
 
 
 @pytest.mark.ranks
+def test_a_communication_within_another_leaves_that_one_recorded() -> None:
+    """A save compares its arguments, by an all-reduce, before it waits for its files."""
+    status = RankStatus()
+    with PendingComm(status, "with", ()):
+        with PendingComm(status, "all-reduce with", (1,)):
+            assert status.snapshot().comm == "all-reduce with"
+        assert status.snapshot().comm == "with"
+    assert not status.snapshot().comm
+
+
 def test_one_fault_of_each_kind_is_met() -> None:
     command = [sys.executable, "-m", "benchmarks.soak", "--each", "--limits"]
     command.append('{"tick_s": 0.5, "silent_s": 4, "grace_s": 2}')
