@@ -215,7 +215,7 @@ def parallelize(
         signed_by: file of a public key; the plan must hold a certificate signed with the matching private key.
 
     Raises what `plan` raises; PlanFileError for a plan of another model, or one that no longer matches its certificate;
-    PlanError for a plan that contradicts a keyword; SigningError for an unreadable key.
+    PlanError if a keyword contradicts the plan; SigningError for an unreadable key; RuntimeFault if another rank fails.
     """
     from autoptd.runtime.comm.shared_plan import on_all_ranks, shared_plan
 

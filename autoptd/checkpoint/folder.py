@@ -155,7 +155,7 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     part = part_of(root, step)
     final = next(path for n in count() if not os.path.lexists(path := root / name_of(step, n)))
     files = {name: {"bytes": (part / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
-    saved_ns = max(time.time_ns(), *(_saved_ns(path) + 1 for path in checkpoints(root)), 0)  # though clocks go back
+    saved_ns = max([time.time_ns(), *(_saved_ns(path) + 1 for path in checkpoints(root)[-1:])])  # though clocks go back
     data = {"format": FORMAT, "step": step, "saved_ns": saved_ns, **manifest, "files": files}
     text = json.dumps({**data, "sha256": _own_digest(data)}, indent=1)
     if len(text) > _LONGEST:

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -69,27 +69,28 @@ class Links:
     """The links of each action to what precedes it in chains of one direction: an action on its rank, and one on
     another rank with the stage after which the message between the two is sent; -1 where there is none."""
 
-    def __init__(self, passes: Sequence[int], on_rank: list[int], on_other: list[int], edges: list[int]) -> None:
-        """`passes`: of each action, its kind * stages + its stage."""
+    def __init__(
+        self,
+        passes: Sequence[int],
+        on_rank: Sequence[int],
+        on_other: Sequence[int],
+        edges: Sequence[int],
+        order: Iterable[int],
+    ) -> None:
+        """`passes`: of each action, its kind * stages + its stage; `order`: the actions that chains may pass, each
+        after what precedes it."""
         self._passes, self._on_rank, self._on_other, self._edges = passes, on_rank, on_other, edges
-        self.order: Sequence[int] = range(len(passes))  # of the actions that chains may pass, each after what precedes
+        self._rows = [(i, passes[i], on_rank[i], on_other[i], edges[i]) for i in order]
 
-    @cached_property
-    def _rows(self) -> list[tuple[int, int, int, int, int]]:
-        links = self._passes, self._on_rank, self._on_other, self._edges
-        return [(i, *(each[i] for each in links)) for i in self.order]  # type: ignore[misc]
-
-    def reversed(self) -> Links:
-        """Return the links to what follows each action."""
+    def reversed(self, order: Iterable[int]) -> Links:
+        """Return the links to what follows each action; `order`: as for a new object, in this direction."""
         on_rank, on_other, edges = ([-1] * len(self._passes) for _ in range(3))
         for i, (mine, other, edge) in enumerate(zip(self._on_rank, self._on_other, self._edges, strict=True)):
             if mine >= 0:
                 on_rank[mine] = i
             if other >= 0:
                 on_other[other], edges[other] = i, edge
-        found = Links(self._passes, on_rank, on_other, edges)
-        found.order = self.order[::-1]
-        return found
+        return Links(self._passes, on_rank, on_other, edges, order)
 
     def longest(self, seconds: Sequence[float], sends_s: Sequence[float]) -> list[float]:
         """Return the seconds of the longest chain up to each action, and 0 at the end of the list, for -1."""
@@ -129,12 +130,8 @@ class ScheduleGraph:
         self.splits_backward = any(action.kind == "W" for action in lists[0])
         self.passes: list[int] = []  # of each action, its kind * stages + its stage
         on_rank, senders, edges = self._lay_out(lists)
-        before = [-1] * len(self.passes)
-        for mine in on_rank:
-            for first, second in pairwise(mine):
-                before[second] = first
-        self.waits = Links(self.passes, before, senders, edges)
-        self.followed = self.waits.reversed()
+        early: Collection[int] = range(len(self.passes))
+        late = early
         self.repeats = repeats
         self.crossings = [
             (rank, mine[n - 1], mine[n])
@@ -148,10 +145,15 @@ class ScheduleGraph:
             early = {i for mine, n in zip(on_rank, kept, strict=True) for i in mine[:n]}
             if any(senders[i] >= 0 and senders[i] not in early for i in early):
                 raise ValueError("an action before the rounds waits for one after them")
-            self.waits.order = sorted(early)
-            self.followed.order = [i for i in self.followed.order if i not in early]
+            late = [i for i in late if i not in early]
             pairs = zip(on_rank, kept, strict=True)
             self.crossings = [(rank, mine[n - 1], mine[n]) for rank, (mine, n) in enumerate(pairs)]
+        before = [-1] * len(self.passes)
+        for mine in on_rank:
+            for first, second in pairwise(mine):
+                before[second] = first
+        self.waits = Links(self.passes, before, senders, edges, sorted(early))
+        self.followed = self.waits.reversed(sorted(late, reverse=True))
 
     def _lay_out(self, lists: Schedule) -> tuple[list[list[int]], list[int], list[int]]:
         """Number the actions in an order in which they may run; return those of each rank, and of each action the one

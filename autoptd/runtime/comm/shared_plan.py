@@ -64,7 +64,7 @@ def on_all_ranks() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        store.set(key, json.dumps(_failure_of(rank, error)))
+        store.set(key, json.dumps(_failure_before_start(rank, error)))
         raise
     if store.add(f"{key}/done", 1) == dist.get_world_size():
         store.set(key, json.dumps({}))
@@ -76,20 +76,20 @@ def _publish(make: Callable[[], Plan], store: dist.Store, key: str) -> Plan:
     try:
         plan = make()
     except BaseException as error:
-        store.set(key, json.dumps(_failure(error)))
+        store.set(key, json.dumps(_failure_of_planning(error)))
         raise
     store.set(key, json.dumps({"plan": plan.to_json()}))
     return plan
 
 
-def _failure(error: BaseException) -> dict[str, str]:
+def _failure_of_planning(error: BaseException) -> dict[str, str]:
     if isinstance(error, AutoptdError):
         return {"error": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}
     what = f"rank 0 could not plan: {type(error).__name__}: {error}"
     return {"error": RuntimeFault.__name__, "what": what, "where": "rank 0, planning", "fix": ""}
 
 
-def _failure_of(rank: int, error: BaseException) -> dict[str, str]:
+def _failure_before_start(rank: int, error: BaseException) -> dict[str, str]:
     what, fix = (error.what, error.fix) if isinstance(error, AutoptdError) else (f"{type(error).__name__}: {error}", "")
     what = what if what.startswith(f"rank {rank} ") else f"rank {rank} cannot start: {what}"
     return {"error": RuntimeFault.__name__, "what": what, "where": f"rank {rank}", "fix": fix}

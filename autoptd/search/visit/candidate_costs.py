@@ -22,7 +22,7 @@ Alike = Callable[[Candidate], Sequence[Candidate]]  # of a candidate, those that
 
 
 class CandidateCosts:
-    """The costs of the candidates of one task. They do not depend on the order in which they are asked for."""
+    """The costs of the candidates of one task."""
 
     def __init__(self, task: Task, known: ShardingCache) -> None:
         """`known`: what was worked out about the graph, which serves further tasks of it."""
