@@ -16,7 +16,6 @@ from autoptd.errors import PlanError
 from autoptd.passes.analysis.attention import form_of
 from autoptd.passes.graph import infos
 from autoptd.passes.rules.lookup import discovery
-from autoptd.passes.sharding.context_parallel import split_tokens
 from autoptd.passes.sharding.sharding import ops_of, parameter_splits
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.infeasible import InfeasibleSplit
@@ -215,14 +214,10 @@ def _expert_notes(answer: Answer) -> list[str]:
 
 
 def _context_notes(source: TracedModel, answer: Answer) -> list[str]:
-    """Return the reason if the tokens cannot be split over the plan's cp ranks."""
+    """Return the reason if the tokens cannot be split over the plan's cp ranks, or the experts beside them."""
     c, tokens = answer.staged.candidate, source.sizes.get(SEQUENCE, 1)
-    try:
-        if c.cp > 1:
-            split_tokens(source.folded, c.cp, tokens, answer.staged.method.context, c.tp)
-    except PlanError as error:
-        return [f"the plan is a prediction: {error.what} ({error.where})"]
-    return []
+    error = source.known.context_error(c.cp, c.tp, c.ep, tokens, answer.staged.method.context)
+    return [f"the plan is a prediction: {error.what} ({error.where})"] if error else []
 
 
 def _embedding_notes(source: TracedModel, answer: Answer) -> list[str]:

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.compile.traced import TracedModel, check_loss
-from autoptd.errors import PlanError
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.context_parallel import TokenSplits, split_tokens
 from autoptd.passes.sharding.context_parallel_graph import cut_tokens
-from autoptd.passes.sharding.expert_parallel_graph import split_experts
-from autoptd.passes.sharding.expert_regions import expert_parameters
+from autoptd.passes.sharding.expert_parallel_graph import check_beside_context, split_experts
 from autoptd.passes.sharding.own_prelude import own_tokens
 from autoptd.passes.sharding.sharding import (
     Sharding,
@@ -20,7 +18,6 @@ from autoptd.passes.sharding.sharding import (
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.plans.consistency import check_derived, check_sizes
 from autoptd.plans.model import Plan
-from autoptd.text import fold_names
 
 
 def read_sharding(source: TracedModel, plan: Plan) -> Sharding:
@@ -52,16 +49,11 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
     specs = [StageSpec(s.first, s.last, plan.policies(s)) for s in plan.stages]
     folded = source.folded
     if plan.mesh.cp > 1:
-        folded, sharding = cut_tokens(folded, token_splits(source, plan), sharding)
+        splits = token_splits(source, plan)
+        check_beside_context(folded, splits, plan.mesh.ep)
+        folded, sharding = cut_tokens(folded, splits, sharding)
     folded = own_tokens(folded, sharding)
     if plan.mesh.ep > 1:
-        if unsplit := expert_parameters(source.folded) - expert_parameters(folded):
-            raise PlanError(
-                f"the experts {', '.join(fold_names(sorted(unsplit)))} are not split over ep {plan.mesh.ep} where cp "
-                f"{plan.mesh.cp} splits the tokens of a sample",
-                where="fix['cp'], fix['ep']",
-                fix="plan with fix={'cp': 1} or fix={'ep': 1}",
-            )
         folded, sharding = split_experts(folded, plan.mesh.ep, sharding, plan.mesh.etp)
     program = emit_program(folded, sharding, specs, plan.model, **emission_options(plan))
     return replace(program, files={**program.files, "plan.json": plan.to_json()})

@@ -96,7 +96,7 @@ class Planner:
         """Return the refusal, explained by the candidate that lacks least."""
         order = sorted(self.visit.too_large, key=lambda c: (self.costs.memory.least_bytes(c), -c.offload))
         if not order:
-            return self.costs.splitter.refusal()
+            return self.costs.refusal()
         missing = (self.costs.stages(c).shortfall() for c in order[:_EXPLAINED])
         closest = min(missing, key=lambda s: s.worst_bytes)
         fixed = {*self.task.constraints.mesh, *(self.task.constraints.fixed & _COST_MEMORY)}

@@ -198,12 +198,14 @@ def _of_one_microbatch(task: Task, limits: MeshLimits, mesh: Mapping[str, int | 
 
 def _with_experts(limits: MeshLimits, mesh: Mapping[str, int | str], method: SearchOptions) -> Sequence[Candidate]:
     """Return the candidates. Raises PlanError if experts have no place in any mesh that is otherwise possible."""
-    found = candidates(limits, mesh)
-    if not found and candidates(replace(limits, eps=(1,), etps=(0,)), mesh):
-        asked = f"ep {method.ep}" + (f" with etp {method.etp}" if method.etp else "")
-        raise PlanError(
-            f"{asked} fits no mesh: ep divides dp × cp, or dp × cp × tp with etp 1, which splits the tokens over tp",
-            where="fix['ep']",
-            fix="fix fewer of tp, pp, cp, ep and etp",
-        )
-    return found
+    try:
+        return candidates(limits, mesh)
+    except PlanError:
+        candidates(replace(limits, eps=(1,), etps=(0,)), mesh)  # raises its own error if they are not the reason
+    asked = f"ep {method.ep}" + (f" with etp {method.etp}" if method.etp else "")
+    raise PlanError(
+        f"{asked} fits no mesh: ep divides dp × cp, or dp × cp × tp with etp 1, which splits the tokens over tp; dp is "
+        f"at most the batch of {limits.batch}",
+        where="fix['ep']",
+        fix="use a larger batch or a smaller ep, or fix fewer of tp, pp, cp, ep and etp",
+    )

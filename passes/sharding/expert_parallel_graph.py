@@ -18,19 +18,20 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.errors import PlanError
-from autoptd.layout.placements import B, O, Placement, Split
+from autoptd.layout.placements import B, O, OwnRows, Placement, Split
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_name, operands, source_line
 from autoptd.passes.opcall import Sizes, TensorInfo
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.rules.lookup import op_of
-from autoptd.passes.sharding.context_parallel import own_token_strategies
+from autoptd.passes.sharding.context_parallel import TokenSplits, own_token_strategies
 from autoptd.passes.sharding.context_parallel_graph import BEFORE, Before, before_cut
 from autoptd.passes.sharding.expert_regions import check_experts, expert_regions
 from autoptd.passes.sharding.expert_rows import ExpertRegion, RowDims, leaving
 from autoptd.passes.sharding.own_prelude import rebuilt
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_of
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
+from autoptd.text import fold_names
 
 
 def route(ends: Tensor) -> Tensor:
@@ -95,6 +96,20 @@ def rows_stay_apart(folded: Folded, sizes: Sizes) -> bool:
     return any(regions for _, regions in found) and all(
         node in own for own, regions in found for r in regions for node in r.ops if not is_getitem(node)
     )
+
+
+def check_beside_context(folded: Folded, splits: TokenSplits, ep: int) -> None:
+    """Raise PlanError if experts read rows of all tokens where cp splits these: they are whole on every rank then."""
+    names, cp = folded.traced.parameters, splits.ranks
+    found = ((s, r) for s in folded.segments for r in expert_regions(s))
+    whole = [(s, r) for s, r in found if not isinstance(splits.strategies[r.product].gives[0], (OwnRows, Split))]
+    if whole and ep > 1:
+        experts = fold_names(sorted({names[p.name] for s, r in whole for p in s.parameters if p in r.weights}))
+        raise PlanError(
+            f"the experts {', '.join(experts)} are not split over ep {ep} where cp {cp} splits the tokens of a sample",
+            where="fix['cp'], fix['ep']",
+            fix="plan with fix={'cp': 1} or fix={'ep': 1}",
+        )
 
 
 def _one_copy(tensor: TensorInfo, dims: RowDims) -> TensorInfo:

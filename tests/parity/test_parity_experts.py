@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import autoptd
+from autoptd import trace
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.layout.layout import TensorSpec
 from autoptd.layout.mesh import Mesh
@@ -25,7 +28,7 @@ from autoptd.runtime.zero import param_buffers
 from autoptd.testing.parity import train_in_lockstep
 from autoptd.verification.verdict import verify_plan
 from tests.pairwise import pairwise
-from tests.parity.mixture_models import FAMILIES, WIRINGS
+from tests.parity.mixture_models import FAMILIES, WIRINGS, Capacity, Plain
 from tests.parity.parity_check import Variant, batches, case, check, parallel, planned, source
 
 BULK = Variant(bulk=True, micro=4)
@@ -302,6 +305,28 @@ def test_experts_that_are_whole_beside_cp_are_refused() -> None:
     """Slots are counted from all tokens of a sample: every rank of cp has them all."""
     with pytest.raises(PlanError, match=r"mixtures.{0..1}.up are not split over ep 2 where cp 2 splits the tokens"):
         parallel("capacity", planned("capacity", Mesh(cp=2, ep=2), replace(BULK, micro=2)), "adamw")
+
+
+class Attending(Plain):
+    """A layer of attention, beside which cp is searched, before a mixture with slots per sample."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + F.scaled_dot_product_attention(*(x.unflatten(2, (2, -1)).transpose(1, 2),) * 3).transpose(1, 2).flatten(
+            2
+        )
+        return F.cross_entropy(self.head(x + self.mixtures[0](x)).flatten(0, 1), labels.flatten())
+
+
+def test_no_experts_are_offered_that_would_be_whole_beside_cp() -> None:
+    """Tokens are split over cp ranks or experts over ep ranks, as no more than one of them is named."""
+    ids, labels = (torch.zeros(2, 8192, dtype=torch.long, device="meta") for _ in range(2))
+    model = trace(Attending(Capacity()), inputs={"ids": ids, "labels": labels})
+    few = {"world": 4, "batch": 2}
+    mesh = autoptd.plan(model, **few, fix={"cp": 2, "tp": 1, "pp": 1}).mesh
+    assert (mesh.cp, mesh.ep) == (2, 1)
+    with pytest.raises(PlanError, match=r"mixtures.0.up are not split over ep 2 where cp 2 splits the tokens"):
+        autoptd.plan(model, **few, fix={"ep": 2, "tp": 1, "pp": 1})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ The key of each entry holds everything that its value depends on, so that no ent
 
     facts      the graph alone
     workbook   + kernels, attention, fp8
+    context    the graph, cp, tp, ep, tokens of a sample, attention over cp ranks: whether they can be split
     legal      the graph, tp, sizes of a sample, whether tp may split the sequence
     tensors    + cluster, samples of a microbatch, cp, microbatches, pinned placements, bytes of state, policies
     sharded    + price of a byte saved for backward
@@ -18,10 +19,12 @@ from dataclasses import dataclass, fields, replace
 import sympy
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.errors import AutoptdError
+from autoptd.errors import AutoptdError, PlanError
 from autoptd.passes.fold import Folded
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.rules.factors import Strategy
+from autoptd.passes.sharding.context_parallel import TokenSplits, split_tokens
+from autoptd.passes.sharding.expert_parallel_graph import check_beside_context
 from autoptd.passes.trace.traced import BATCH
 from autoptd.search.sharding.ilp import SplitPrograms
 from autoptd.search.sharding.kind_cost import PARTIAL
@@ -80,6 +83,8 @@ class ShardingCache:
         self.facts = GraphFacts(folded)
         self._workbooks: dict[tuple[str | bool, ...], Workbook] = {}
         self._legal: dict[tuple[int, Values, bool, ExpertsOnTp], Legal] = {}
+        self._token_splits: dict[tuple[int, int, int, str], TokenSplits] = {}
+        self._context_errors: dict[tuple[int, int, int, int, str], PlanError | None] = {}
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
         self._programs = SplitPrograms()
@@ -113,6 +118,21 @@ class ShardingCache:
                 offers=self.facts.offers,
             )
         return self._legal[key]
+
+    def context_error(self, cp: int, tp: int, ep: int, tokens: int, attention: str) -> PlanError | None:
+        """Return why `cp` ranks cannot split the tokens of a sample, or experts over ep beside them; None if they can.
+
+        `attention`: "ring" or "ulysses"."""
+        key = cp, tp, ep, tokens, attention
+        if cp > 1 and key not in self._context_errors:
+            try:
+                if (whole := (cp, tp, tokens, attention)) not in self._token_splits:
+                    self._token_splits[whole] = split_tokens(self.folded, cp, tokens, attention, tp)
+                check_beside_context(self.folded, self._token_splits[whole], ep)
+                self._context_errors[key] = None
+            except PlanError as error:
+                self._context_errors[key] = error
+        return self._context_errors.get(key)
 
     def tensors(self, query: ShardingQuery) -> Tensors:
         """Return the problem of a query, unsolved; it does not depend on `second_per_byte`."""

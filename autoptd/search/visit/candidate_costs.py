@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from autoptd.errors import AutoptdError
+from autoptd.errors import AutoptdError, PlanError
+from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import read_named
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
@@ -44,9 +45,23 @@ class CandidateCosts:
         """Return the split tensors of a candidate, or why they cannot be split.
 
         `alike`: those whose tensors are split with its own. Raises errors that concern every candidate."""
+        if (error := self._context_error(c)) is not None:
+            return error
         if (key := self.splitter.key_of(c)) not in self.splitter.sharded:
             self.splitter.solve_between((c,) if alike is None else alike(c))
         return self.splitter.sharded[key]
+
+    def _context_error(self, c: Candidate) -> PlanError | None:
+        """Return why the runtime does not split tokens or experts so; None if they are fixed, for a prediction."""
+        fixed, where = self.task.constraints.fixed, (self.task.sizes.get(SEQUENCE, 1), self.method.context)
+        error = self.known.context_error(c.cp, c.tp, c.ep, *where)
+        if error and "cp" in fixed and ("ep" in fixed or self.known.context_error(c.cp, c.tp, 1, *where)):
+            return None
+        return error
+
+    def refusal(self) -> AutoptdError:
+        """Return why no candidate can be split as asked."""
+        return next(filter(None, map(self._context_error, self.candidates())), None) or self.splitter.refusal()
 
     def on_one_rank(self, c: Candidate, alike: Alike) -> Sharded | AutoptdError:
         """Return the model's work for a candidate's microbatch if one rank of its tp axis did all of it."""
