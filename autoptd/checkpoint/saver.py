@@ -2,12 +2,14 @@
 
 At most one copy exists at a time: the next save waits for the one in progress. The thread has a gloo group of its own,
 so its collectives cannot interleave with those of a training step. An error in it is raised on all ranks by the next
-save or by `wait`; one that no call has raised by the end of the process is printed.
+save or by `wait`; one that no call has raised by the end of the process is printed, and the process ends with status 1.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import shutil
 import sys
 import threading
@@ -31,6 +33,16 @@ from autoptd.runtime.comm.members import group_of_members
 from autoptd.text import printable
 
 T = TypeVar("T")
+_unseen: list[BaseException] = []  # errors of saves that no call has raised by the end of the process
+
+
+@atexit.register  # runs after all that is registered later
+def _exit_with_status_1() -> None:
+    """End the process with status 1, which no handler at exit can return, if a save failed that no call waited for."""
+    if _unseen:
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,7 @@ class Saver:
 
     def _say_what_failed(self) -> None:
         """Print an error that no call has raised. Ranks share a CheckpointError, which the first one prints."""
+        _unseen.extend([self._error] if self._error is not None else [])
         if self._error is not None and (self.rank == 0 or not isinstance(self._error, CheckpointError)):
             fix = "end the script with finish_saving(), which raises this error"
             text = f"saving {self._saving} failed: {self._error}\n  fix    {fix}"

@@ -87,14 +87,16 @@ import sys, torch, autoptd
 x = torch.ones(2, 4)
 par = autoptd.parallelize(torch.nn.Linear(4, 1), world=1, inputs={"input": x}, loss=torch.sum, batch=2)
 par.save(sys.argv[1], wait=False)
+print("all is said")
 """
 
 
-def test_a_failure_that_no_call_raises_is_printed_at_the_end(tmp_path: Path) -> None:
+def test_a_failure_that_no_call_raises_ends_the_process_with_status_1(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "file")]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
-    assert f"saving step 0 into {tmp_path / 'file'} failed" in said and "finish_saving" in said
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert f"saving step 0 into {tmp_path / 'file'} failed" in ended.stderr and "finish_saving" in ended.stderr
+    assert ended.returncode == 1 and ended.stdout == "all is said\n"
 
 
 @pytest.mark.parametrize("keep", [0, -1, "2", 1.5])
