@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class Parallel(Evaluating, Saving):
         self._trainer: Trainer | None = None
         self._loss: Tensor | None = None  # the last step's
         self._terms: dict[str, Tensor] = {}  # of it, float64
+        self._samplers: WeakSet[ShareSampler] = WeakSet()
         self._meter = meter_of(plan, pixels_of(source.folded.traced))
         self._programs = EvaluationPrograms()
         self._evaluators: dict[Hashable, tuple[Metrics, Evaluator]] = {}
@@ -193,6 +195,7 @@ class Parallel(Evaluating, Saving):
             groups=self._groups,
             non_finite=self._non_finite,
             check=self._check,
+            order=self._order,
             **self._optimizer_options,
         )
         self._trainer.load_parameters(values)
@@ -269,7 +272,14 @@ class Parallel(Evaluating, Saving):
         samples: size of the data set; InputsError if it is less than one batch. The global batches are the same under
         every plan; `start_at(step)` resumes.
         """
-        return ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
+        found = ShareSampler(samples, self.plan.batch, self.dp_rank, self.dp_size, shuffle=shuffle, seed=seed)
+        self._samplers.add(found)
+        return found
+
+    def _order(self) -> str:
+        """Return in words the order of the samples, by the sampler that last began an epoch; "" if none has."""
+        used = [sampler for sampler in self._samplers if sampler.used]
+        return max(used, key=lambda sampler: sampler.used).order() if used else ""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

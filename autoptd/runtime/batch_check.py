@@ -1,16 +1,19 @@
-"""Agreement of all ranks on the batch of a step, by four numbers in the all-reduce that ends the step anyway.
+"""Agreement of all ranks on the batch of a step, by seven numbers in the all-reduce that ends the step anyway.
 
 Each rank checks its own batch before it communicates. A rank with a wrong batch (none, because its data loader ran
 dry; another dtype; a longer sequence) must not leave its peers waiting. It therefore runs the step with a substitute,
-zeros of the planned sizes, and all ranks sum up four numbers:
+zeros of the planned sizes, and all ranks sum up
 
     faults    1 if the rank's batch is wrong, else 0           sum 0: the step is taken
+    options   digest · weight of optimizer and loss scale,     sum 0: all ranks update with the same ones
+              Σ weight = 0 over all ranks
+    order     1, digest and digest² of its sampler's order,    1st · 3rd sum = (2nd sum)²: all samplers have the same
+              0 for a rank without a sampler
     digest    digest · weight, Σ weight = 0 over a dp share    sum 0: ranks that share samples got the same ones
     shared    the same of inputs without samples, Σ over all   sum 0: all ranks got the same ones
-    options   the same of the optimizer's and loss scale's     sum 0: all ranks update with the same ones
 
 Otherwise no rank takes the step, and all raise the InputsError of the first rank that has one. The sums are exact: a
-digest has 20 bits, weights are below n²/2 for the n ranks of a share, and float64 is exact up to 2^53.
+digest has 20 bits (an order's 16), weights are below n²/2 for the n ranks of a share, and float64 is exact up to 2^53.
 """
 
 from __future__ import annotations
@@ -41,15 +44,16 @@ from autoptd.runtime.comm.handshake import apart
 from autoptd.runtime.comm.interfaces import Communicators, all_gather_text
 
 _TEXT = 2000  # bytes of an error that other ranks receive
-NUMBERS = 4  # faults, digest, shared, options
+NUMBERS = 7  # faults, options, order (3), digest, shared
 _PARTS, _SEPARATOR = 3, "\x1f"  # what, where, fix
 
 
 class Agreement:
     """The check of one step's batch: this rank's result, and the joint decision of all ranks."""
 
-    def __init__(self, layout: Layout, communicators: Communicators) -> None:
-        self._layout, self._comm = layout, communicators
+    def __init__(self, layout: Layout, communicators: Communicators, order: Callable[[], str] = str) -> None:
+        """`order`: returns in words the order in which this rank takes samples; "" if it has no sampler."""
+        self._layout, self._comm, self._order = layout, communicators, order
         mesh = layout.mesh
         share, place = mesh.pp * mesh.cp * mesh.tp, mesh.place_in_share(communicators.rank)
         self._compared = (share > 1, mesh.world > 1)  # whether another rank takes the same samples, shared inputs
@@ -118,22 +122,24 @@ class Agreement:
 
         options: each returns some of those of optimizer and loss scale in words, a line for each.
         """
-        self._options = "\n".join(each() for each in options) if self._compared[1] else ""
-        number = int.from_bytes(hashlib.sha256(self._options.encode()).digest()[:4], "big") >> 12
+        self._options, self._sampled = "", ""
+        if self._compared[1]:
+            self._options, self._sampled = "\n".join(each() for each in options), self._order()
+        number, order = _bits(self._options, 20), _bits(self._sampled, 16) if self._sampled else 0
+        numbers = (self._fault is not None, number * self._weights[1], bool(self._sampled), order, order**2)
         device = self._comm.device
-        wrong = torch.full((), float(self._fault is not None), dtype=torch.float64, device=device)
         digests = zip(self._digests, self._weights, strict=True)
-        last = torch.full((), float(number * self._weights[1]), dtype=torch.float64, device=device)
-        found = (on_device(each, torch.float64, device) * weight for each, weight in digests)
-        return torch.stack((wrong, *found, last))
+        found = (on_device(each, torch.float64, device).view(1) * weight for each, weight in digests)
+        return torch.cat((on_device(list(map(float, numbers)), torch.float64, device), *found))
 
     def holds(self, agreed: Sequence[float]) -> bool:
         """Return whether the step may be taken; `agreed`: the rows of all ranks, summed."""
-        return not any(agreed)
+        faults, options, *order, differ, shared = agreed
+        return not any((faults, options, differ, shared)) and _are_equal(*order)
 
     def refuse(self, agreed: Sequence[float]) -> None:
         """Raise the same InputsError on all ranks, when `holds` is False. A collective."""
-        faults, _, shared, options = agreed
+        faults, options, *order, _, shared = agreed
         if shared and not faults:
             raise InputsError(
                 "ranks were given different values of inputs that all samples share",
@@ -143,7 +149,7 @@ class Agreement:
         if options and not faults:
             raise self._other_options()
         if not faults:
-            raise self._differ()
+            raise self._differ() if _are_equal(*order) else self._other_order()
         rank, error = self._first()
         others = f" and {int(faults) - 1} more" if faults > 1 else ""
         place = f"rank {rank}{others}" + (f": {error[1]}" if error[1] else "")
@@ -167,6 +173,19 @@ class Agreement:
             "the ranks have different options of the optimizer or of loss_scale",
             where="\n".join(apart(lines)),
             fix="change param_groups, loss_scale and schedulers on all ranks alike, as by loss and grad_norm",
+        )
+
+    def _other_order(self) -> InputsError:
+        """Return the error for ranks whose samplers have different orders. A collective."""
+        each = all_gather_text(self._sampled, self._comm.world, self._comm.device, _TEXT)
+        first: dict[str, int] = {}  # the rank that has it
+        for rank, text in enumerate(each):
+            if text:
+                first.setdefault(text, rank)
+        return InputsError(
+            "ranks take samples in different orders, so that steps repeat some and leave out others",
+            where="\n".join(f"rank {rank}: {text}" for text, rank in list(first.items())[:2]),
+            fix="give parallel.sampler(…) the same arguments on all ranks",
         )
 
     def _differ(self) -> InputsError:
@@ -201,3 +220,13 @@ def _weight(place: int, ranks: int) -> int:
     """Return 1, 2, 3 … by a rank's place among some; for the last one minus the sum of the others."""
     last = ranks - 1
     return place + 1 if place < last else -last * (last + 1) // 2
+
+
+def _are_equal(count: float, total: float, squares: float) -> bool:
+    """Return whether `count` integers with this sum and sum of squares are all the same (Cauchy and Schwarz)."""
+    return int(count) * int(squares) == int(total) ** 2
+
+
+def _bits(text: str, bits: int) -> int:
+    """Return a digest of a text, below 2^bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> (32 - bits)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from torch.utils.data import Sampler
 
 from autoptd.errors import InputsError
+
+_USED = count(1)
 
 
 class ShareSampler(Sampler[list[int]]):
@@ -31,6 +34,7 @@ class ShareSampler(Sampler[list[int]]):
             raise InputsError(f"{samples} samples are less than one batch of {batch}", fix="use a smaller batch")
         self.samples, self.batch, self.rank, self.ranks = samples, batch, rank, ranks
         self.shuffle, self.seed = shuffle, seed
+        self.used = 0  # the place of its last iterator among those of all samplers; 0 before the first
         self.start_at(step)
 
     def start_at(self, step: int) -> None:
@@ -39,12 +43,18 @@ class ShareSampler(Sampler[list[int]]):
             raise InputsError(f"there is no step {step}", fix="count from 0")
         self._step = step
 
+    def order(self) -> str:
+        """Return in words the order of all samples, which is the same on all ranks."""
+        order = f"shuffled by seed {self.seed}" if self.shuffle else "in their own order"
+        return f"{self.samples} samples, {order}"
+
     def __len__(self) -> int:
         return self.samples // self.batch  # steps per epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first = divmod(self._step, len(self))
-        order = self._order(epoch)
+        self.used = next(_USED)
+        order = self._permutation(epoch)
         least, longer = divmod(self.batch, self.ranks)
         before, share = self.rank * least + min(self.rank, longer), least + (self.rank < longer)
         for k in range(first, len(self)):
@@ -52,7 +62,7 @@ class ShareSampler(Sampler[list[int]]):
             self._step = epoch * len(self) + k + 1
             yield order[start : start + share]
 
-    def _order(self, epoch: int) -> list[int]:
+    def _permutation(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.samples))
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch)

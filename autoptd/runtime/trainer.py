@@ -65,6 +65,7 @@ class Trainer:
         groups: Sequence[ParameterGroup] = (),
         non_finite: str = "raise",
         check: Callable[[], None] = lambda: None,
+        order: Callable[[], str] = str,
         **optimizer_kwargs: Any,
     ) -> None:
         self.finite = Finite(non_finite, LossScale() if layout.dtype == torch.float16 else None)
@@ -89,7 +90,7 @@ class Trainer:
         self._actions = step_actions(layout)[communicators.stage]
         self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
         self._used: set[str] = set()
-        self._inputs, self._check = Agreement(layout, communicators), check
+        self._inputs, self._check = Agreement(layout, communicators, order), check
         self._agreed: list[float] = []  # sums of `_inputs.row()` over all ranks in the last step
         self._attached = len(self.stages)  # with those of evaluations
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -114,6 +115,46 @@ def test_a_learning_rate_of_one_rank_is_refused_and_nothing_changes(fix: dict[st
     for said, same in run_lockstep(parallel.layout.mesh, body):
         assert "rank 0: lr = 0.1 in group 0" in said and "rank 1: lr = 0.05 in group 0" in said
         assert same
+
+
+SAMPLERS: dict[str, list[dict[str, Any] | None]] = {
+    "alike": [{"samples": 8, "seed": 3}, {"samples": 8, "seed": 3}],
+    "on one rank alone": [{"samples": 8}, None],  # which sends samples to the other
+    "of other seeds": [{"samples": 8}, {"samples": 8, "seed": 1}],
+    "in order": [{"samples": 8}, {"samples": 8, "shuffle": False}],
+    "of other data": [{"samples": 8}, {"samples": 12}],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("fix", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_samplers_that_take_other_samples_are_refused(fix: dict[str, Any], name: str) -> None:
+    parallel = made(**fix)
+    values = parallel.initial_values()
+
+    def body(c: Communicators) -> str:
+        mine = copy.copy(parallel)
+        mine._samplers = WeakSet()
+        mine.start(c, values)
+        share = {"input": torch.ones(4 // mine.dp_size, 8, dtype=torch.float64)}
+        options = SAMPLERS[name][c.rank]
+        sampler = mine.sampler(**options) if options else None
+        mine.sampler(9, seed=c.rank)  # which takes no samples
+        mine.train_step(share)
+        if sampler is not None:
+            next(iter(sampler))
+        try:
+            mine.train_step(share)
+        except InputsError as error:
+            return str(error)
+        return ""
+
+    for said in run_lockstep(parallel.layout.mesh, body):
+        if name in ("alike", "on one rank alone"):
+            assert not said
+        else:
+            assert "ranks take samples in different orders" in said
+            assert "rank 0: 8 samples, shuffled by seed 0" in said and "rank 1: " in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.bool])
