@@ -9,7 +9,7 @@ from autoptd.compile.traced import TracedModel, check_loss
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.context_parallel import TokenSplits, split_tokens
 from autoptd.passes.sharding.context_parallel_graph import cut_tokens
-from autoptd.passes.sharding.expert_parallel_graph import check_beside_context, split_experts
+from autoptd.passes.sharding.expert_parallel_graph import split_experts, whole_experts
 from autoptd.passes.sharding.own_prelude import own_tokens
 from autoptd.passes.sharding.sharding import (
     Sharding,
@@ -50,7 +50,8 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
     folded = source.folded
     if plan.mesh.cp > 1:
         splits = token_splits(source, plan)
-        check_beside_context(folded, splits, plan.mesh.ep)
+        if (error := whole_experts(folded, splits, plan.mesh.ep)) is not None:
+            raise error
         folded, sharding = cut_tokens(folded, splits, sharding)
     folded = own_tokens(folded, sharding)
     if plan.mesh.ep > 1:

@@ -53,6 +53,7 @@ class TokenSplits:
     `shifted`: cross entropy of logits without their last tokens -> the slice that removes those. Such a loss runs on
     all tokens with ignored labels for the last ones instead, so that nothing is gathered.
     `places`: draws and dropout of rows that merge tokens with samples -> where their results have the tokens.
+    `by_tp`: whether another tp may have other strategies, since they split dims that tp splits too.
     """
 
     ranks: int
@@ -61,6 +62,7 @@ class TokenSplits:
     given: Mapping[fx.Node, Placement]
     shifted: Mapping[fx.Node, fx.Node]
     places: Mapping[fx.Node, SamplePlace]
+    by_tp: bool
 
     @property
     def chunks(self) -> int:
@@ -91,7 +93,7 @@ def split_tokens(folded: Folded, ranks: int, tokens: int, attention: str = "ring
     decider = _Decider(ranks, sizes, attention, tp, chunks)
     for segment in folded.segments:
         decider.segment(segment)
-    return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted, decider.places)
+    return TokenSplits(ranks, zigzag, decider.strategies, decider.given, decider.shifted, decider.places, decider.by_tp)
 
 
 def own_token_strategies(segment: Segment, ranks: int, sizes: Sizes) -> dict[fx.Node, Strategy]:
@@ -136,6 +138,7 @@ class _Decider:
     seen: dict[tuple[str, tuple[Placement, ...]], Segment] = field(default_factory=dict)
     rows: TokenRows = field(default_factory=TokenRows)
     by_rows: set[fx.Node] = field(default_factory=set)  # ops whose strategies `rows` gave
+    by_tp: bool = False
 
     def segment(self, segment: Segment) -> None:
         """Decide for one segment; repeat the decisions for one of its kind with the same received placements."""
@@ -201,13 +204,13 @@ class _Decider:
             return Strategy((), (O,), self.ranks)
         options = [] if O in given else self._options(node, call)
         apart = [p for o, p in zip(operands(node), given, strict=True) if isinstance(p, Split) and not _is_tokens(o, p)]
-        others = self._other_options(node, call)
-        cost, best = _cheapest(call, given, options + others * bool(apart))
+        options += self._other_options(node, call) if apart else []
+        cost, best = _cheapest(call, given, options)
         if cost < math.inf:
             return best
         strategy = None if apart else self.rows.strategy(node, self.given, segment.prelude, self.ranks)
         if strategy is None and O not in given:
-            cost, best = _cheapest(call, given, others)
+            cost, best = _cheapest(call, given, self._other_options(node, call))
             if cost < _GATHERS:
                 return best
         if strategy is not None and node.target in DROPOUT:
@@ -244,7 +247,7 @@ class _Decider:
         """Return legal strategies that split a dim of fixed size, for all tokens of a part of it."""
         if self.gather or node.target in (*ATTENTION, *DROPOUT, *ops.DRAWS):
             return []
-        parts = self.tp * self.chunks
+        self.by_tp, parts = True, self.tp * self.chunks
         return [s for s in expand(op_of(node), self.ranks, self.sizes) if _splits_another(s, call, parts)]
 
     def _of_attention(self, node: fx.Node, call: OpCall) -> list[Strategy]:
@@ -260,6 +263,7 @@ class _Decider:
         return [Strategy((rows, rows, rows, *needs), (rows,), self.ranks, self.attention)]
 
     def _check_heads(self, node: fx.Node, heads: Size) -> None:
+        self.by_tp = True
         if self.sizes(heads) % (self.tp * self.ranks):
             raise PlanError(
                 f"cp {self.ranks} by Ulysses: {heads} heads are not divisible by tp {self.tp} × cp {self.ranks}",

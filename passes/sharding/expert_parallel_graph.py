@@ -98,18 +98,19 @@ def rows_stay_apart(folded: Folded, sizes: Sizes) -> bool:
     )
 
 
-def check_beside_context(folded: Folded, splits: TokenSplits, ep: int) -> None:
-    """Raise PlanError if experts read rows of all tokens where cp splits these: they are whole on every rank then."""
+def whole_experts(folded: Folded, splits: TokenSplits, ep: int) -> PlanError | None:
+    """Return the refusal of experts that read rows of all tokens where cp splits these: every rank has them whole."""
     names, cp = folded.traced.parameters, splits.ranks
     found = ((s, r) for s in folded.segments for r in expert_regions(s))
     whole = [(s, r) for s, r in found if not isinstance(splits.strategies[r.product].gives[0], (OwnRows, Split))]
-    if whole and ep > 1:
-        experts = fold_names(sorted({names[p.name] for s, r in whole for p in s.parameters if p in r.weights}))
-        raise PlanError(
-            f"the experts {', '.join(experts)} are not split over ep {ep} where cp {cp} splits the tokens of a sample",
-            where="fix['cp'], fix['ep']",
-            fix="plan with fix={'cp': 1} or fix={'ep': 1}",
-        )
+    if ep == 1 or not whole:
+        return None
+    experts = fold_names(sorted({names[p.name] for s, r in whole for p in s.parameters if p in r.weights}))
+    return PlanError(
+        f"the experts {', '.join(experts)} are not split over ep {ep} where cp {cp} splits the tokens of a sample",
+        where="fix['cp'], fix['ep']",
+        fix="plan with fix={'cp': 1} or fix={'ep': 1}",
+    )
 
 
 def _one_copy(tensor: TensorInfo, dims: RowDims) -> TensorInfo:

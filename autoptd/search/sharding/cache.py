@@ -24,7 +24,7 @@ from autoptd.passes.fold import Folded
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.rules.factors import Strategy
 from autoptd.passes.sharding.context_parallel import TokenSplits, split_tokens
-from autoptd.passes.sharding.expert_parallel_graph import check_beside_context
+from autoptd.passes.sharding.expert_parallel_graph import whole_experts
 from autoptd.passes.trace.traced import BATCH
 from autoptd.search.sharding.ilp import SplitPrograms
 from autoptd.search.sharding.kind_cost import PARTIAL
@@ -83,7 +83,7 @@ class ShardingCache:
         self.facts = GraphFacts(folded)
         self._workbooks: dict[tuple[str | bool, ...], Workbook] = {}
         self._legal: dict[tuple[int, Values, bool, ExpertsOnTp], Legal] = {}
-        self._token_splits: dict[tuple[int, int, int, str], TokenSplits] = {}
+        self._contexts: dict[tuple[int, int, int, str], TokenSplits | PlanError] = {}
         self._context_errors: dict[tuple[int, int, int, int, str], PlanError | None] = {}
         self._sharded: OrderedDict[ShardingQuery, tuple[Tensors, Sharded | AutoptdError]] = OrderedDict()
         self._tensors: OrderedDict[ShardingQuery, Tensors] = OrderedDict()
@@ -123,16 +123,24 @@ class ShardingCache:
         """Return why `cp` ranks cannot split the tokens of a sample, or experts over ep beside them; None if they can.
 
         `attention`: "ring" or "ulysses"."""
+        if cp == 1:
+            return None
         key = cp, tp, ep, tokens, attention
-        if cp > 1 and key not in self._context_errors:
+        if key not in self._context_errors:
+            found = self._token_splits(cp, 1, tokens, attention)  # one tp rank leaves most dims to cp
+            if isinstance(found, TokenSplits) and found.by_tp:
+                found = self._token_splits(cp, tp, tokens, attention)
+            whole = found if isinstance(found, PlanError) else whole_experts(self.folded, found, ep)
+            self._context_errors[key] = whole
+        return self._context_errors[key]
+
+    def _token_splits(self, cp: int, tp: int, tokens: int, attention: str) -> TokenSplits | PlanError:
+        if (key := (cp, tp, tokens, attention)) not in self._contexts:
             try:
-                if (whole := (cp, tp, tokens, attention)) not in self._token_splits:
-                    self._token_splits[whole] = split_tokens(self.folded, cp, tokens, attention, tp)
-                check_beside_context(self.folded, self._token_splits[whole], ep)
-                self._context_errors[key] = None
+                self._contexts[key] = split_tokens(self.folded, cp, tokens, attention, tp)
             except PlanError as error:
-                self._context_errors[key] = error
-        return self._context_errors.get(key)
+                self._contexts[key] = error
+        return self._contexts[key]
 
     def tensors(self, query: ShardingQuery) -> Tensors:
         """Return the problem of a query, unsolved; it does not depend on `second_per_byte`."""
