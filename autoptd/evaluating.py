@@ -62,7 +62,7 @@ class Evaluating(RunningRank):
 
     def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective."""
-        trainer = self._running
+        trainer = self._unchanging
         with self._watch, self._not_training():
             return trainer.eval_step(batch)
 
@@ -132,7 +132,7 @@ class Evaluating(RunningRank):
             raise InputsError(
                 "metrics are no mapping of functions", where="metrics", fix="give {'accuracy': lambda out, batch: …}"
             )
-        trainer, key = self._running, tuple((name, _identity(f)) for name, f in functions.items())
+        trainer, key = self._unchanging, tuple((name, _identity(f)) for name, f in functions.items())
         if key not in self._evaluators:
             self._planned.check()
             objective = self._source.objective
@@ -144,7 +144,7 @@ class Evaluating(RunningRank):
         return self._evaluators[key]
 
     def _started(self, made: EvaluationProgram) -> Evaluator:
-        trainer, layout, model = self._running, made.layout, made.source.model
+        trainer, layout, model = self._unchanging, made.layout, made.source.model
         c = trainer.communicators
         with torch.device("meta"):
             axes = stage_axes(layout, c.cp, c.ep, c.dp)

@@ -231,7 +231,7 @@ class Parallel(Evaluating, Saving):
         its data ended; RuntimeFault if the loss or gradient norm is not finite (with non_finite="raise").
         Raises OutOfMemory naming the category that exceeds its prediction.
         """
-        trainer = self._running
+        trainer = self._unchanging
         if self._meter.step == 0:
             self._meter.restart()
         with self._watch, compiling(), explained(trainer, self.plan, self._source, self._resident):
@@ -239,6 +239,7 @@ class Parallel(Evaluating, Saving):
             bank, names = self._source.objective.bank, self._source.objective.terms
             self._terms = {name: trainer.whole(f"{bank}.{name}") for name in names}
         self._meter.count()
+        trainer.changing = False
         return self._loss
 
     @property
@@ -303,7 +304,7 @@ class Parallel(Evaluating, Saving):
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's slices of its stages' parameters and buffers, by original name. Collective."""
-        return self._running.local_tensors()
+        return self._unchanging.local_tensors()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's full gradients by original name, on every rank. Collective."""
@@ -311,7 +312,7 @@ class Parallel(Evaluating, Saving):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return full tensors by original name, tied ones under each of their names, on every rank. Collective."""
-        found = self._running.state_dict()
+        found = self._unchanging.state_dict()
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
         model = self._source.model
         others = values_for(model, [n for n in model.state_dict(keep_vars=True) if n not in found], self._seed)

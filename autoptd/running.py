@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from autoptd.boundary import public_methods
 from autoptd.compile.traced import TracedModel
+from autoptd.errors import RuntimeFault
 from autoptd.layout.layout import Layout
 from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
@@ -37,6 +38,19 @@ class RunningRank(ABC):
     @property
     @abstractmethod
     def _running(self) -> Trainer: ...
+
+    @property
+    def _unchanging(self) -> Trainer:
+        """The trainer between steps. Raises RuntimeFault if a step ended while it changed parameters or buffers."""
+        trainer = self._running
+        if trainer.changing:
+            raise RuntimeFault(
+                f"step {self.step + 1} was ended while it changed parameters and buffers, by an interrupt or an error: "
+                "some are of this step, others of the one before",
+                where=f"rank {trainer.communicators.rank}",
+                fix="load a checkpoint (load or resume); stop_request() ends a run between steps",
+            )
+        return trainer
 
     @property
     def _watch(self) -> Watcher:

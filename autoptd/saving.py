@@ -48,7 +48,7 @@ class Saving(RunningRank):
         if keep is not None and not (isinstance(keep, int) and keep >= 1):
             fix = "give None to keep all checkpoints, or a number from 1 that includes the new one"
             raise CheckpointError(f"keep={keep!r} is no number of checkpoints", where="keep", fix=fix)
-        session = self._session
+        session, _ = self._session, self._unchanging
         with self._with_all(f"saving step {self.step}"):
             session.save(Path(directory), self.step, others or {}, keep)
             if wait:
@@ -121,7 +121,7 @@ class Saving(RunningRank):
         """
         from autoptd.checkpoint.huggingface import RunningWeights
 
-        trainer, source, layout = self._running, self._source, self.layout
+        trainer, source, layout = self._unchanging, self._source, self.layout
         model, aliases = source.model, source.folded.traced.aliases
         config = getattr(model, "config", None)
         held = {**layout.parameters, **layout.buffers}

@@ -135,6 +135,7 @@ class Session:
         self._trainer.dropout.seed, self._trainer.dropout.step = (progress["random"][key] for key in ("seed", "step"))
         if self._trainer.finite.scaling is not None and progress.get("loss_scale") is not None:
             self._trainer.finite.scaling.load_state_dict(progress["loss_scale"])
+        self._trainer.changing = self._trainer.changing and not optimizer
         return int(progress["step"])
 
 

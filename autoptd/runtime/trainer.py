@@ -70,8 +70,8 @@ class Trainer:
     ) -> None:
         self.finite = Finite(non_finite, LossScale() if layout.dtype == torch.float16 else None)
         self.stages = (stages,) if isinstance(stages, Stage) else tuple(stages)
-        self.layout, self.communicators = layout, communicators
-        self.clip_norm = clip_norm
+        self.layout, self.communicators, self.clip_norm = layout, communicators, clip_norm
+        self.changing = False  # whether a step has begun to change parameters or buffers, and has not been counted
         self.grad_norm: Tensor | None = None  # of the last step, before clipping; 0-dim float64 on the host
         self._dropout = self.stages[0].dropout or DropoutKey()
         self._dropout.device, self._dropout.rank = communicators.device, communicators.dp.rank
@@ -258,8 +258,7 @@ class Trainer:
         """
         if self.finite.scale != 1:
             self._buffers.scale_gradients(1 / self.finite.scale)
-        device = self.communicators.device
-        own_used = self._buffers.used()
+        device, own_used = self.communicators.device, self._buffers.used()
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
         flags = on_device([name in own_used for name in self._trainable], torch.float64, device)
         norm = on_device(squared_norm(self._pieces), torch.float64, device)
@@ -276,6 +275,7 @@ class Trainer:
         self.grad_norm = torch.tensor(square, dtype=torch.float64).sqrt()
         steps = self.finite.steps(whole, float(self.grad_norm))
         if not self.finite.fatal:
+            self.changing = True
             sums.update_buffers(summed)
         if not steps:
             return result
