@@ -76,7 +76,8 @@ class Parallel(Evaluating, Saving):
         self.plan = plan
         self._weights = weights
         self.program = program
-        self._source, self._planned = source, PlannedModel(source.model, source.objective.loss)
+        self._source = source
+        self._planned = PlannedModel(source.model, source.objective.loss, source.folded.traced.outside)
         self._optimizer = optimizer
         self._optimizer_options = optimizer_options
         self._groups = groups
