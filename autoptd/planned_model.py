@@ -68,6 +68,11 @@ class PlannedModel:
         self._outside = _NotedTensors(_slots(others) + [(name, outside, name) for name in outside])
         self._given: Mapping[str, Tensor] = {}
         self._ahead = False  # whether a step was taken since the values were noted
+        for hook in [hook for _, m in found for hook in m._state_dict_pre_hooks.values()]:
+            if isinstance(hook, _Warning) and hook.is_behind:
+                text = "the model has the values that its training began with, from which this one begins again"
+                warnings.warn(f"{text}: to go on, call model.load_state_dict(par.state_dict()) first", stacklevel=6)
+                break
         model.register_state_dict_pre_hook(_Warning(self))
 
     def gave(self, state: Mapping[str, Tensor]) -> None:
@@ -164,9 +169,14 @@ class _Warning:
         self._planned = planned
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._planned is not None and self._planned.is_behind and not keep_vars:
+        if self.is_behind and not keep_vars:
             text = "this state_dict has the values that training began with, and par.state_dict() has those of now"
             warnings.warn(f"{text}: save that, or load it into the model first", stacklevel=3)
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the model is one that was planned, and its trained values are elsewhere."""
+        return self._planned is not None and self._planned.is_behind
 
     def __reduce__(self) -> tuple[type[_Warning], tuple[()]]:
         return _Warning, ()

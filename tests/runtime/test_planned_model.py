@@ -327,6 +327,25 @@ def test_the_values_before_training_are_not_saved_unnoticed() -> None:
     assert warns(model)
 
 
+@pytest.mark.fault("a changed model")
+def test_a_model_is_not_trained_from_its_old_values_unnoticed() -> None:
+    torch.manual_seed(0)
+    model, batch = Annealed(), {"x": torch.randn(4, 4)}
+
+    def planned() -> Parallel:
+        return autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
+
+    first = planned()
+    first.train_step(batch)
+    with pytest.warns(UserWarning, match="values that its training began with") as seen:
+        planned()
+    assert [each.filename for each in seen] == [__file__]
+    model.load_state_dict(first.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned()
+
+
 def made(world: int) -> tuple[Annealed, Parallel, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, batch = Annealed().double(), {"x": torch.randn(4, 4, dtype=torch.float64)}
