@@ -7,7 +7,7 @@ from collections import namedtuple
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -97,6 +97,17 @@ class Parallel(Evaluating, Saving):
     def __repr__(self) -> str:
         rank = "" if self._trainer is None else f", rank {self.rank}, step {self.step}"
         return f"<Parallel {brief(self.plan)}{rank}>"
+
+    def __copy__(self) -> Parallel:
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeFault(
+            "a Parallel is one rank of a running job, and can be neither copied nor pickled",
+            fix="par.state_dict() has the weights of all ranks, and par.save writes what a run goes on from",
+        )
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
         """Write the stage files and the plan into a folder, and return its path.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -131,6 +132,16 @@ def test_modes_of_the_caller_change_no_step(mode: str) -> None:
         par.eval_step(rows)
         found = par.state_dict()
     assert max(differences(found, alone(2, counted=False)).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_running_rank_is_not_duplicated(duplicate: Callable[[object], object]) -> None:
+    par = made()
+    par.train_step(batch(0))
+    with pytest.raises(RuntimeFault, match="neither copied nor pickled") as caught:
+        duplicate(par)
+    assert "par.state_dict()" in str(caught.value)
+    assert copy.copy(par).step == 1
 
 
 @pytest.mark.parametrize("mode", ["inference", "a default device"])
