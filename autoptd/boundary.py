@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from autoptd.caller_modes import usual_modes
 from autoptd.errors import AutoptdError, InputsError, nearest
 from autoptd.outputs import write_whole
 
@@ -44,7 +45,7 @@ _ANSWER_S = 2.0  # timeout of the launcher's store
 def public(call: Callable[P, T]) -> Callable[P, T]:
     """Wrap a public function so that an AutoptdError leaves it without the package's frames and chained errors.
 
-    An unknown keyword is an InputsError.
+    An unknown keyword is an InputsError. The function runs in torch's usual modes, whatever those of the caller are.
     """
     names = [p.name for p in signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
     takes_any = len(names) < len(signature(call).parameters)
@@ -54,7 +55,8 @@ def public(call: Callable[P, T]) -> Callable[P, T]:
         try:
             if not takes_any and (unknown := next((name for name in kwargs if name not in names), "")):
                 raise _unknown_keyword(call.__name__, unknown, kwargs[unknown], names)
-            return call(*args, **kwargs)
+            with usual_modes():
+                return call(*args, **kwargs)
         except AutoptdError as error:
             if debugging():
                 raise

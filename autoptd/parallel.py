@@ -7,7 +7,7 @@ from collections import namedtuple
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -77,7 +77,8 @@ class Parallel(Evaluating, Saving):
         self.plan = plan
         self._weights = weights
         self.program = program
-        self._source, self._planned = source, PlannedModel(source.model, source.objective.loss)
+        self._source = source
+        self._planned = PlannedModel(source.model, source.objective.loss, source.folded.traced.outside)
         self._optimizer = optimizer
         self._optimizer_options = optimizer_options
         self._groups = groups
@@ -98,6 +99,17 @@ class Parallel(Evaluating, Saving):
     def __repr__(self) -> str:
         rank = "" if self._trainer is None else f", rank {self.rank}, step {self.step}"
         return f"<Parallel {brief(self.plan)}{rank}>"
+
+    def __copy__(self) -> Parallel:
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeFault(
+            "a Parallel is one rank of a running job, and can be neither copied nor pickled",
+            fix="par.state_dict() has the weights of all ranks, and par.save writes what a run goes on from",
+        )
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
         """Write the stage files and the plan into a folder, and return its path.

@@ -31,6 +31,10 @@ _VALUES = (
     "par.state_dict(); what changes in every step belongs in forward, in its inputs, or in the step of an optimizer "
     "of your own (optimizer=)"
 )
+_OUTSIDE = (
+    "the program keeps the values that it was planned with; pass what changes as an input or a target of each batch, "
+    "such as a teacher's outputs; average parameters in buffers that forward updates; or call parallelize again"
+)
 _AGAIN = "change the model before parallelize, or call parallelize again"
 
 
@@ -43,24 +47,32 @@ class PlannedModel:
         model.load_state_dict(…), p.clamp_()   other values, in tensors that are not those that are trained
         model.head = …, p.register_hook(…)     another structure, another backward pass
 
+        teacher.load_state_dict(…)             other values of what forward or the loss reads from outside
+
     Nothing of this reaches a program, so a step fails once it has changed.
     """
 
-    def __init__(self, model: nn.Module, loss: object) -> None:
-        """Note what a model's modules hold, those of a loss that is a module, and what the code of both reads."""
+    def __init__(self, model: nn.Module, loss: object, outside: Mapping[str, Tensor] | None = None) -> None:
+        """Note what a model's modules hold, those of a loss that is a module, and what the code of both reads.
+
+        `outside`: tensors of neither that the program holds, by a description of each.
+        """
         roots = [root for root in (model, loss) if isinstance(root, nn.Module)]
         found = [(name, module) for root in roots for name, module in root.named_modules()]
-        methods = methods_of(module for _, module in found)
-        names = names_in(methods)
-        read = [each for name, module in found for each in of_module(name, module, names)]
-        read += of_functions(methods, loss)
-        self._read: Sequence[ReadValue] = list({(id(each.holder), repr(each.key)): each for each in read}.values())
-        self._modules = [(name, module, _structure(module), _hooks(module)) for name, module in found]
+        outside = outside or {}
+        self._read, others = _read_by(found, loss, outside)
+        self._modules = [(name, module, _structure(module), _hooks(module)) for name, module in found + others]
         trained = [(name, p) for root in roots for name, p in root.named_parameters()]
         self._trained = [(name, p, p.requires_grad, _tensor_hooks(p)) for name, p in trained]
-        self._values = _NotedTensors(found)
+        self._values = _NotedTensors(_slots(found))
+        self._outside = _NotedTensors(_slots(others) + [(name, outside, name) for name in outside])
         self._given: Mapping[str, Tensor] = {}
         self._ahead = False  # whether a step was taken since the values were noted
+        for hook in [hook for _, m in found for hook in m._state_dict_pre_hooks.values()]:
+            if isinstance(hook, _Warning) and hook.is_behind:
+                text = "the model has the values that its training began with, from which this one begins again"
+                warnings.warn(f"{text}: to go on, call model.load_state_dict(par.state_dict()) first", stacklevel=6)
+                break
         model.register_state_dict_pre_hook(_Warning(self))
 
     def gave(self, state: Mapping[str, Tensor]) -> None:
@@ -82,7 +94,9 @@ class PlannedModel:
         for each in self._read:
             if each.differs():
                 if isinstance(each.value, TensorValue):
-                    raise _other(each.name, "has other values than", _VALUES)
+                    raise _other(each.name, "has other values than", _OUTSIDE)
+                if isinstance(each.value, nn.Module):
+                    raise _other(each.name, "is another object than", _AGAIN)
                 raise _changed(each.name, each.value, each.now())
         for name, module, structure, hooks in self._modules:
             if (now := _structure(module)) != structure:
@@ -98,6 +112,52 @@ class PlannedModel:
                 raise _other(name, "has other hooks than", _AGAIN)
         if name := self._values.changed(self._given):
             raise _other(name, "has other values than", _VALUES)
+        if name := self._outside.changed({}):
+            raise _other(name, "has other values than", _OUTSIDE)
+
+
+def _read_by(
+    found: Sequence[tuple[str, nn.Module]], loss: object, outside: Mapping[str, Tensor]
+) -> tuple[list[ReadValue], list[tuple[str, nn.Module]]]:
+    """Return the values that the code of some modules and of a loss reads, and the modules outside of these.
+
+    Modules outside whose tensors the program does not hold are left out: the traced pass has not read them. A trace
+    may have copies of them, which have the same values.
+    """
+    held = {_contents(x) for x in outside.values()}
+
+    def traced(module: nn.Module) -> bool:
+        tensors = [*module.parameters(), *module.buffers()]
+        return not tensors or any(_contents(x) in held for x in tensors)
+
+    known, left = {id(module): (name, module) for name, module in found}, list(found)
+    read: dict[tuple[int, str], ReadValue] = {}
+    while left:
+        methods = methods_of(module for _, module in known.values())
+        names = names_in(methods)
+        more = [each for name, module in left for each in of_module(name, module, names)]
+        more += of_functions(methods, loss)
+        read |= {(id(each.holder), repr(each.key)): each for each in more}
+        modules = [(each.name, each.value) for each in read.values() if isinstance(each.value, nn.Module)]
+        inner = [
+            (f"{name}.{n}".rstrip("."), m) for name, root in modules if traced(root) for n, m in root.named_modules()
+        ]
+        left = [(name, module) for name, module in inner if id(module) not in known]
+        known |= {id(module): (name, module) for name, module in left}
+    others = [(name, m) for name, m in known.values() if not any(m is own for _, own in found)]
+    every = {id(m) for _, m in others}
+    return [each for each in read.values() if not isinstance(each.value, nn.Module) or id(each.value) in every], others
+
+
+def _contents(x: Tensor) -> tuple[torch.Size, torch.dtype, bytes]:
+    return x.shape, x.dtype, bytes(sampled_bytes(x).tolist())
+
+
+def _slots(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Mapping[str, Any], str]]:
+    """Return the places of modules' parameters and buffers that have values: (name, holder, key)."""
+    slots = [(n, d) for n, m in modules for d in (m._parameters, m._buffers)]
+    held = [(f"{n}.{k}".lstrip("."), d, k) for n, d in slots for k, x in d.items() if x is not None]
+    return [slot for slot in held if not slot[1][slot[2]].is_meta]  # type: ignore[union-attr]
 
 
 class _Warning:
@@ -109,22 +169,24 @@ class _Warning:
         self._planned = planned
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._planned is not None and self._planned.is_behind and not keep_vars:
+        if self.is_behind and not keep_vars:
             text = "this state_dict has the values that training began with, and par.state_dict() has those of now"
             warnings.warn(f"{text}: save that, or load it into the model first", stacklevel=3)
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the model is one that was planned, and its trained values are elsewhere."""
+        return self._planned is not None and self._planned.is_behind
 
     def __reduce__(self) -> tuple[type[_Warning], tuple[()]]:
         return _Warning, ()
 
 
 class _NotedTensors:
-    """The values of a model's parameters and buffers."""
+    """The values of some tensors, such as a model's parameters and buffers, at places of (name, holder, key)."""
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        slots = [(n, d) for n, m in modules for d in (m._parameters, m._buffers)]
-        held = [(f"{n}.{k}".lstrip("."), d, k) for n, d in slots for k, x in d.items() if x is not None]
-        held = [slot for slot in held if not slot[1][slot[2]].is_meta]  # type: ignore[union-attr]
-        self._slots: Sequence[tuple[str, dict[str, Any], str]] = held
+    def __init__(self, slots: Sequence[tuple[str, Mapping[str, Any], str]]) -> None:
+        self._slots = slots
         self._note()
 
     def _note(self) -> None:

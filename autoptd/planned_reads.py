@@ -10,7 +10,7 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,14 +25,17 @@ _CALLS = 3  # functions called by functions, counted from the loss or from forwa
 _BYTES = 64  # of a tensor that are compared: a change by `.data` has no version
 
 
+Holder = Mapping[Any, Any] | Sequence[Any] | CellType
+
+
 @dataclass(frozen=True)
 class ReadValue:
-    """A value at a key of a mapping, such as the attributes of an object, or in a closure's cell."""
+    """A value at a key of a mapping, such as the attributes of an object, in a list, or in a closure's cell."""
 
     name: str
-    holder: Mapping[Any, Any] | CellType
+    holder: Holder
     key: Any
-    value: object
+    value: object  # a number, a string, a list of them, a module, or the TensorValue of a tensor
 
     def now(self) -> object:
         """Return the present value, or ABSENT."""
@@ -129,22 +132,28 @@ def plain(value: object) -> object:
     return ABSENT
 
 
-def _noted(name: str, holder: Mapping[Any, Any] | CellType, key: Any) -> Iterator[ReadValue]:
+def _noted(name: str, holder: Holder, key: Any) -> Iterator[ReadValue]:
+    """Yield a number, string, module or tensor, or the modules and tensors in a list."""
     value = _value(holder, key)
-    if isinstance(value, Tensor):
+    if isinstance(value, (list, tuple)) and any(isinstance(x, (Tensor, nn.Module)) for x in value):
+        for place in range(len(value)):
+            yield from _noted(f"{name}[{place}]", value, place)
+    elif isinstance(value, nn.Module):
+        yield ReadValue(name, holder, key, value)
+    elif isinstance(value, Tensor):
         if not value.is_meta:
             yield ReadValue(name, holder, key, TensorValue(value))
     elif (held := plain(value)) is not ABSENT and held == held:
         yield ReadValue(name, holder, key, held)
 
 
-def _of_value(name: str, holder: Mapping[Any, Any] | CellType, key: Any, names: frozenset[str]) -> Iterator[ReadValue]:
+def _of_value(name: str, holder: Holder, key: Any, names: frozenset[str]) -> Iterator[ReadValue]:
     """Yield a value, or the values in a dict or an object that code with these names reads."""
     value = _value(holder, key)
-    if isinstance(value, nn.Module) or _of_library(value):
+    if _of_library(value):
         return
     inside: Mapping[Any, Any] | None = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
-    if isinstance(value, Tensor) or inspect.isroutine(value) or inside is None:
+    if isinstance(value, (Tensor, nn.Module)) or inspect.isroutine(value) or inside is None:
         yield from _noted(name, holder, key)
         return
     for each in list(inside):
@@ -156,6 +165,9 @@ def _of_value(name: str, holder: Mapping[Any, Any] | CellType, key: Any, names: 
 def _of_callable(function: object, calls: int, seen: set[int]) -> Iterator[ReadValue]:
     if isinstance(function, functools.partial):
         yield from _of_callable(function.func, calls, seen)
+        for values in (function.args, function.keywords):
+            for key in range(len(values)) if isinstance(values, tuple) else values:
+                yield from _noted(f"the loss's {key}", values, key)
     elif isinstance(function, FunctionType):
         yield from _of_function(function, calls, seen)
     elif isinstance(function, MethodType) or (callable(function) and not isinstance(function, (nn.Module, type))):
@@ -208,9 +220,11 @@ def _of_library(value: object) -> bool:
     return inspect.isclass(value) and value.__module__.partition(".")[0] in _LIBRARIES | {"builtins"}
 
 
-def _value(holder: Mapping[Any, Any] | CellType, key: Any) -> object:
-    if not isinstance(holder, CellType):
+def _value(holder: Holder, key: Any) -> object:
+    if isinstance(holder, Mapping):
         return holder.get(key, ABSENT)
+    if not isinstance(holder, CellType):
+        return holder[key] if key < len(holder) else ABSENT
     try:
         return holder.cell_contents
     except ValueError:  # not assigned yet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -11,6 +12,8 @@ import torch
 from torch import fx
 
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
+
+_OWN = f"{Path(__file__).parent}/"  # the files of these packages
 
 
 def info(node: fx.Node) -> TensorInfo:
@@ -151,16 +154,22 @@ def module_stack(node: fx.Node) -> list[tuple[str, str]]:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return module path and source line, as in `decoder.router (model.py:41)  idx = mask.nonzero()`."""
+    """Return module path and source line, as in `decoder.router (model.py:41)  idx = mask.nonzero()`.
+
+    torch keeps no frames of functions, so that of a loss function is "the loss".
+    """
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    place, code = "", ""
+    place, code, root = "", "", "model"
     for i, line in enumerate(trace):
         if line.strip().startswith("File "):
             parts = line.strip().split('"')
+            if parts[1].startswith(_OWN):
+                root = "the loss"
+                continue
             number = line.split("line ")[1].split(",")[0] if "line " in line else "?"
             place = f"{parts[1].rsplit('/', 1)[-1]}:{number}"
             code = trace[i + 1].strip() if i + 1 < len(trace) else ""
-    path = module_path(node) or "model"
+    path = module_path(node) or (root if not place else "model")
     return f"{path} ({place})  {code}" if place else path
 
 

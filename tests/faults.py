@@ -28,6 +28,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "one number of a microbatch": "a median over the batch, which its rows read, is averaged over microbatches",
         "rows written twice": "x[i] += v adds all of v where i has an index twice, of which torch keeps one (refused)",
         "a changed model": "what a training loop changes of a model stays as planned (refused), or is saved as it was",
+        "a step without gradients": "a step under the caller's no_grad or inference mode moves no parameter",
         "turns without rows": "a turn of a loop that a model leaves out where a mask selects no rows changes a value",
         "mean of means": "each microbatch averages over its own valid tokens, and these averages are averaged",
         "ratio by samples": "a loss normalised by class weights or a ratio is weighted by numbers of samples",

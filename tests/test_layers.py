@@ -15,7 +15,7 @@ PACKAGES = {"autoptd": ROOT / "autoptd", "autoptd.passes": ROOT / "passes", "aut
 
 # A line may import from the lines above it, a name from itself; the longest name that matches a module counts.
 LAYERS = """
-text
+text caller_modes
 errors progress
 outputs schedule
 boundary cost_models nest

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +97,62 @@ def test_schedulers_do_what_they_do_on_one_process(fix: dict[str, Any]) -> None:
     for state, rates in results:
         assert rates == results[0][1]
         assert max(differences(state, expected).values()) < 1e-12
+
+
+@contextmanager
+def default_type() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "a default device": lambda: torch.device("meta"),
+    "a default type": default_type,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.fault("a step without gradients")
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_the_caller_change_no_step(mode: str) -> None:
+    within, par = MODES[mode], made(1, micro=4)
+    for step in range(2):
+        rows = batch(step)
+        if mode == "inference":
+            with within():  # such a tensor cannot be saved for backward
+                rows = {"input": rows["input"].clone()}
+        with within():
+            par.train_step(rows)
+    with within():
+        par.eval_step(rows)
+        found = par.state_dict()
+    assert max(differences(found, alone(2, counted=False)).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_running_rank_is_not_duplicated(duplicate: Callable[[object], object]) -> None:
+    par = made()
+    par.train_step(batch(0))
+    with pytest.raises(RuntimeFault, match="neither copied nor pickled") as caught:
+        duplicate(par)
+    assert "par.state_dict()" in str(caught.value)
+    assert copy.copy(par).step == 1
+
+
+@pytest.mark.parametrize("mode", ["inference", "a default device"])
+def test_a_program_may_be_made_in_any_mode(mode: str) -> None:
+    first = model()
+    with MODES[mode]():
+        par = autoptd.parallelize(
+            first, world=1, inputs=batch(0), loss=squares, batch=8, precision="fp64", optimizer="sgd"
+        )
+    par.train_step(batch(0))
+    assert all(float(x.norm()) for x in par.gradients().values())
 
 
 @pytest.mark.parametrize("fix", [{"dp": 2, "zero": 0}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=str)

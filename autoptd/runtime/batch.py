@@ -36,7 +36,8 @@ def cut_batch(
             where="this data-parallel rank's share of the batch",
             fix=f"give {high} samples per data-parallel rank (at least {low}), or plan for another batch",
         )
-    here = {name: batch[name].to(device, non_blocking=True) for name in inputs}
+    given = {name: x.clone() if (x := batch[name]).is_inference() else x for name in inputs}  # backward may save it
+    here = {name: x.to(device, non_blocking=True) for name, x in given.items()}
     cuts = [slice(i * micro, (i + 1) * micro) for i in range(count)]
     return [{name: x if name in shared else x[cut] for name, x in here.items()} for cut in cuts]
 

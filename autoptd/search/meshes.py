@@ -363,6 +363,8 @@ def _nothing_left(limits: MeshLimits, choices: Mapping[str, int | str]) -> PlanE
             where=f"tp may be {', '.join(map(str, sorted(limits.tp_sizes)))}; pp at most {limits.segments}",
             fix="fix fewer of them, or use another world",
         )
+    if options := [option for mesh in meshes for option in _options(limits, choices, *mesh)]:
+        return _no_way(limits, options, asked)
     micro = int(choices.get("micro", 1))
     steps = sorted({dp * micro for dp, _, _ in meshes})
     batches = sorted({b for step in steps for b in _multiples(step, limits.batch)})
@@ -372,3 +374,21 @@ def _nothing_left(limits: MeshLimits, choices: Mapping[str, int | str]) -> PlanE
         where=f"dp x micro may be {', '.join(map(str, steps))}, as far as this model can be split by tp and pp",
         fix=f"use a batch of {around(limits.batch, batches)}",
     )
+
+
+def _no_way(limits: MeshLimits, options: Sequence[Candidate], asked: str) -> PlanError:
+    """Return the error for meshes and microbatches that no schedule or placement of experts allows."""
+    names, any_cut = " or ".join(limits.schedules), replace(limits, segments=limits.world * 2**20, chunks=None)
+    if stages := {way.pp * way.virtual for c in options for way in _ways(any_cut, c, strict=True)}:
+        return PlanError(
+            f"{names} cuts the model into {min(stages)} stages or more, but it can be cut into {limits.segments}",
+            where="fix['schedule'], fix['virtual'], fix['pp']",
+            fix="use a smaller pp or virtual, or the schedule '1f1b'",
+        )
+    if any(True for c in options for _ in _ways(any_cut, c, strict=False)):
+        return PlanError(
+            f"{names} takes microbatches in groups of pp, which no mesh with {asked} has",
+            where="fix['schedule'], batch",
+            fix="use a batch of dp x micro x a multiple of pp, or the schedule '1f1b'",
+        )
+    return PlanError(f"no mesh with {asked} has ranks for the fixed ep", where="fix['ep']", fix="leave ep out")

@@ -15,9 +15,9 @@ from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
 KEEP_STATE = (
-    "compute a new tensor instead; forward runs once per microbatch on every rank, so it may change no parameter: "
-    "update the slow copy of an encoder between steps. It may update a buffer (register_buffer), by a plain write such "
-    "as self.seen.add_(…) under no_grad"
+    "compute a new tensor instead; forward runs once per microbatch on every rank, so it may change no parameter. It "
+    "may update a buffer (register_buffer), by a plain write such as self.seen.add_(…) under no_grad: hold the weights "
+    "of a slow copy of an encoder in buffers"
 )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from autoptd.layout.sample_rows import PLAIN, SampleRows, samples_first
 from autoptd.layout.size_conditions import SizeCondition
 from autoptd.passes.custom_grad.trace_calls import OwnCalls
+from autoptd.passes.graph import source_line
 from autoptd.passes.trace.loss import Objective
 
 PRECISIONS: dict[str, torch.dtype] = {
@@ -84,6 +85,18 @@ class Traced:
         if self.left_out:
             notes.append(f"checks of data in forward are left out: {', '.join(self.left_out)}")
         return notes
+
+    @property
+    def outside(self) -> dict[str, Tensor]:
+        """Tensors with values that are neither of the model nor of a batch, by a description of each."""
+        line = {n.name: source_line(user) for n in self.graph.graph.nodes if n.op == "placeholder" for user in n.users}
+        found: dict[str, Tensor] = {}
+        for name, x in self.constants.items():
+            if name not in self.buffers and not x.is_meta:
+                read = f" that {line[name]} reads" if name in line else ""
+                text = f"a tensor {list(x.shape)} from outside{read}"
+                found[f"{text}, {name}" if text in found else text] = x
+        return found
 
     def by_sample(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch with a row of dim 0 for each sample in every tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -155,6 +156,114 @@ def test_numbers_that_a_loss_closes_over_are_noted() -> None:
         parallel.train_step(batch)
 
 
+class Student(nn.Module):
+    """A model whose teacher is registered nowhere."""
+
+    def __init__(self, teacher: nn.Module, place: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        kept: dict[str, object] = {"a list": [teacher], "a dict": {"it": teacher}, "an attribute": teacher}
+        vars(self)["teacher"] = kept[place]
+
+    def forward(self, input: Tensor) -> Tensor:
+        teacher = vars(self)["teacher"]
+        teacher = teacher[0] if isinstance(teacher, list) else teacher["it"] if isinstance(teacher, dict) else teacher
+        return (self.inner(input) - teacher(input)).square().mean()
+
+
+class Distance:
+    """A loss with a method that is no module's."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teachers = (teacher,)
+
+    def __call__(self, out: Tensor) -> Tensor:
+        return (out - self.teachers[0](out.detach())).square().mean()
+
+
+def distance(teacher: nn.Module, out: Tensor) -> Tensor:
+    return (out - teacher(out.detach())).square().mean()
+
+
+def halve(teacher: nn.Module) -> None:
+    for p in teacher.parameters():
+        p.data.mul_(0.5)
+
+
+def trained_beside(teacher: nn.Module, place: str) -> tuple[Parallel, dict[str, Tensor]]:
+    """Plan a model that has a teacher, or whose loss has one."""
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "a closure": lambda out: distance(teacher, out),
+        "a partial": functools.partial(distance, teacher),
+        "an object": Distance(teacher),
+        "a method": Distance(teacher).__call__,
+    }
+    batch = {"input": torch.randn(4, 4)}
+    model = nn.Linear(4, 4) if place in losses else Student(teacher, place)
+    loss = losses.get(place)
+    return autoptd.parallelize(model, world=1, batch=4, inputs=batch, loss=loss, precision="fp32"), batch
+
+
+PLACES = ["a closure", "a partial", "an object", "a method", "a list", "a dict", "an attribute"]
+TEACHERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "averaged": (halve, "0.weight has other values than when"),
+    "loaded": (lambda t: t.load_state_dict({n: x + 1 for n, x in t.state_dict().items()}), "0.weight has other values"),
+    "put in eval mode": (lambda t: t.eval(), "training of the model was True"),
+    "changed": (lambda t: t.__setitem__(0, nn.Linear(4, 4)), "0 is another object"),
+}
+
+
+@pytest.mark.fault("a changed model")
+@pytest.mark.parametrize(("place", "change"), [(p, "averaged") for p in PLACES] + [(PLACES[0], c) for c in TEACHERS])
+def test_a_teacher_that_changes_is_refused(place: str, change: str) -> None:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)).requires_grad_(False)
+    parallel, batch = trained_beside(teacher, place)
+    parallel.train_step(batch)
+    TEACHERS[change][0](teacher)
+    with pytest.raises(InputsError, match=TEACHERS[change][1]) as caught:
+        parallel.train_step(batch)
+    if change == "averaged":
+        assert "a teacher's outputs" in str(caught.value)
+
+
+@pytest.mark.fault("a changed model")
+def test_a_tensor_in_nested_lists_that_a_loss_reads_is_noted() -> None:
+    scales, batch = {"all": [[torch.ones(4)]]}, {"input": torch.ones(4, 4)}
+
+    def loss(out: Tensor) -> Tensor:
+        return (out * scales["all"][0][0]).square().mean()
+
+    parallel = autoptd.parallelize(nn.Linear(4, 4), world=1, batch=4, inputs=batch, loss=loss, precision="fp32")
+    parallel.train_step(batch)
+    scales["all"][0][0].mul_(2)
+    with pytest.raises(InputsError, match=r"a tensor \[4\] from outside that the loss reads has other values"):
+        parallel.train_step(batch)
+
+
+class Averaged(nn.Module):
+    """A model that is evaluated with averages of its weights, which training does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.averages = [copy.deepcopy(self.inner)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner if self.training else self.averages[0])(x).square().mean()
+
+
+def test_a_module_that_only_evaluation_reads_may_change() -> None:
+    torch.manual_seed(0)
+    model, batch = Averaged(), {"x": torch.randn(4, 4)}
+    for p in model.averages[0].parameters():
+        p.data.mul_(0.9)
+    parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
+    parallel.train_step(batch)
+    halve(model.averages[0])
+    parallel.train_step(batch)
+
+
 def test_a_parametrization_after_a_step_is_refused() -> None:
     model, batch = nn.Sequential(nn.Linear(4, 4)), {"input": torch.ones(4, 4)}
     parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, loss=torch.mean, precision="fp32")
@@ -216,6 +325,25 @@ def test_the_values_before_training_are_not_saved_unnoticed() -> None:
     assert not warns(model)
     parallel.train_step(batch)
     assert warns(model)
+
+
+@pytest.mark.fault("a changed model")
+def test_a_model_is_not_trained_from_its_old_values_unnoticed() -> None:
+    torch.manual_seed(0)
+    model, batch = Annealed(), {"x": torch.randn(4, 4)}
+
+    def planned() -> Parallel:
+        return autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
+
+    first = planned()
+    first.train_step(batch)
+    with pytest.warns(UserWarning, match="values that its training began with") as seen:
+        planned()
+    assert [each.filename for each in seen] == [__file__]
+    model.load_state_dict(first.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned()
 
 
 def made(world: int) -> tuple[Annealed, Parallel, dict[str, Tensor]]:

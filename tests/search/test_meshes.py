@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,27 @@ def test_a_batch_that_no_mesh_divides_is_refused() -> None:
     assert "use a batch of 4 or 6" in str(error.value)
     found = candidates(replace(limits, uneven=True))
     assert {(c.dp, c.micro, c.microbatches) for c in found} == {(2, 3, 1), (4, 2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "fix", "said"),
+    [
+        (
+            {"schedules": ("zero-bubble-v",)},
+            {"pp": 2},
+            "4 stages or more, but it can be cut into 3",
+        ),
+        ({"schedules": ("interleaved",), "virtuals": (2, 3)}, {}, "interleaved cuts the model into 4 stages or more"),
+        ({"schedules": ("interleaved",), "virtuals": (2, 3), "segments": 8, "batch": 1}, {"pp": 2}, "in groups of pp"),
+        ({"eps": (3,)}, {}, "no mesh with nothing fixed has ranks for the fixed ep"),
+    ],
+)
+def test_what_no_schedule_allows_is_not_blamed_on_the_batch(
+    options: dict[str, Any], fix: dict[str, int | str], said: str
+) -> None:
+    limits = replace(MeshLimits(world=2, batch=8, segments=3, tp_sizes=(1, 2)), **options)
+    with pytest.raises(PlanError, match=said):
+        candidates(limits, fix)
 
 
 def test_a_world_that_no_mesh_fills_is_refused() -> None:
