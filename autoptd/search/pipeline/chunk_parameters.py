@@ -286,19 +286,20 @@ class ChunkParameters:
         masks and tables that a stage computes from inputs, of each microbatch in flight; on the rank with the last
         segment, what a loss of the whole batch holds. `cut`: as of `state`; if it is not known, an upper bound."""
         c, outside = self.candidate, self._memoised("outside", self._list_outside)
-        buffers, computed = dict[str, int](), 0
+        buffers, computed = dict[str, int](), list[int]()
         for first, last in runs:
             made = dict[str, int]()
             for both in set(outside[first : last + 1]):
                 buffers.update(both[0])
                 made.update(both[1])
-            computed += sum(made.values())
+            computed.append(sum(made.values()))
         rank = c.route.holder(list(cut).index(runs[0])) if cut else 0
-        flying = alive(rank, c.pp, c.microbatches, c.schedule, c.virtual).chunks
+        flying = alive(rank, c.pp, c.microbatches, c.schedule, c.virtual)
+        each = computed if len(computed) == len(flying.rows[0]) else computed * len(flying.rows[0])
         holds = any(last == len(self.folded.segments) - 1 for _, last in runs)
         return Memory(
             parameters=sum(buffers.values()),
-            activations=-(-computed * flying // len(runs)),
+            activations=flying.kept(each),
             temporary=self.loss_end.held_bytes if holds else 0,
         )
 
