@@ -20,7 +20,7 @@ from autoptd.cost_models.memory import D, K, N, U, formulas, in_flight
 from autoptd.explain.plan import WIDTH, headline, render
 from autoptd.explain.tables import columns
 from autoptd.passes.analysis.activations import nbytes, symbolic_bytes
-from autoptd.passes.analysis.dataflow import RANKS
+from autoptd.passes.analysis.dataflow import CONVERTED, RANKS
 from autoptd.passes.blocks import find_blocks
 from autoptd.passes.fold import Segment
 from autoptd.passes.opcall import Sizes
@@ -95,6 +95,8 @@ def _block(
     cp, regather, in_place = plan.mesh.cp, plan.method.gathers == "again", plan.method.loss == "in_place"
     moments = workbook.walk(segments, sharding.kinds, policy, regather=regather, in_place_loss=in_place)
     found = moments.kept
+    if cp > 1 and plan.method.context == "ring":  # which saves no converted masks
+        found = tuple(k for k in found if not k.storage.name.endswith(CONVERTED))
     where, _ = moments.fullest(number, sharding.ranks, cp)
     formula = symbolic_bytes(found, names)
     if cp > 1:  # a rank has the rows of its own tokens, of attention scores too

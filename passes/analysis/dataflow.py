@@ -56,6 +56,7 @@ def is_quadratic(shape: Sequence[Size]) -> bool:
 
 
 GRADIENT_OF = "grad "  # begins the names of gradients
+CONVERTED = ":converted"  # ends the name of an operand's copy in another type, which the op of that name makes
 
 
 @dataclass(frozen=True)
@@ -256,8 +257,13 @@ def _step(node: fx.Node, taken: tuple[Value, ...], gives: tuple[Placement, ...],
         saved += [taken[i].storage for i in keeps.operands]
         saved += [outputs[i].storage for i in keeps.outputs]
         saved += [Storage(f"{node.name}:{i}", e.shape, e.dtype, shared) for i, e in enumerate(keeps.extra)]
+        saved += [_copy(f"{node.name}{CONVERTED}", taken[i], dtype) for i, dtype in keeps.converted]
     view = bool(taken) and outputs[0].storage is taken[0].storage
     return DataflowStep(node, op_name(node), taken, outputs, tuple(dict.fromkeys(saved)), view, shared, call)
+
+
+def _copy(name: str, value: Value, dtype: torch.dtype) -> Storage:
+    return Storage(name, value.info.shape, dtype, divides(value.placement, value.info.shape))
 
 
 def _outputs(node: fx.Node, call: OpCall, taken: Sequence[Value], gives: Sequence[Placement]) -> Iterator[Value]:

@@ -3,7 +3,8 @@
 For three ops this table is used instead, because the kernels of an accelerator save less than meta tensors show:
 
     attention   the flash kernel: query, key, value, mask, result, and the log of the sum of exponentials of each
-                query in float32; never the scores (Dao et al. 2022, FlashAttention)
+                query in float32; never the scores (Dao et al. 2022, FlashAttention). torch's kernels add a mask to the
+                scores, so that each call makes a copy of a boolean one in the query's type, and saves that instead
     dropout     a boolean mask
     rms_norm    operand, weight, and the reciprocal root mean square of each row in float32 (aten._fused_rms_norm, which
                 torch runs on CUDA); on a CPU it is decomposed and saves two more tensors in float32
@@ -42,11 +43,15 @@ SMALL_VALUES = ((44, 28, 52, 36, 20, 12), (10, 6, 14, 12, 4, 8))  # for models t
 
 @dataclass(frozen=True)
 class SavedForBackward:
-    """Positions of the operands and outputs that are saved, and all other saved tensors."""
+    """Positions of the operands and outputs that are saved, and all other saved tensors.
+
+    `converted`: operands of which a copy in another type is saved, placed as they are.
+    """
 
     operands: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     extra: tuple[TensorInfo, ...] = ()
+    converted: tuple[tuple[int, torch.dtype], ...] = ()
 
 
 def saved_tensors(call: OpCall) -> SavedForBackward:
@@ -81,7 +86,14 @@ def _drops(call: OpCall) -> bool:
 
 def _attention(call: OpCall) -> SavedForBackward:
     rows = TensorInfo(call.outputs[0].shape[:-1], torch.float32, False)
-    return SavedForBackward(tuple(range(len(call.operands))), (0,), (rows,))
+    converted = () if call.arg(4, "dropout_p", 0.0) else boolean_masks(call)  # ops of the runtime read the mask itself
+    kept = tuple(i for i in range(len(call.operands)) if i not in converted)
+    return SavedForBackward(kept, (0,), (rows,), tuple((i, call.operands[0].dtype) for i in converted))
+
+
+def boolean_masks(call: OpCall) -> tuple[int, ...]:
+    """Return the position of an attention's boolean mask among its operands, if it has one."""
+    return tuple(i for i, operand in enumerate(call.operands) if operand.dtype is torch.bool)
 
 
 def _rms_norm(call: OpCall) -> SavedForBackward:

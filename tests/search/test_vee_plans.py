@@ -52,8 +52,8 @@ def test_the_first_rank_holds_most_of_its_first_chunk(traced: autoptd.TracedMode
     first, *others = (row["activations"] for row in autoptd.plan(traced, **ASKED, fix=fix).predicted.memory)
     assert alive(0, 4, 16, "zero-bubble-v", 2) == Alive(((7, 1), (8, 0)))
     assert len({*others}) == 1  # one layer a chunk
-    # of one microbatch: logits in bf16, their log-softmax in fp32, and labels
-    assert first - others[0] == 256 * (1024 * (2 + 4) + 8)
+    # of one microbatch: logits in bf16, their log-softmax in fp32, and labels; of eight, the numbers of positions
+    assert first - others[0] == 256 * (1024 * (2 + 4) + 8) + 8 * 256 * 8
 
 
 def test_a_search_weighs_every_schedule(traced: autoptd.TracedModel) -> None:

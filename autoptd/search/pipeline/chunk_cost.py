@@ -262,7 +262,7 @@ class ChunkCosts(StepEnd):
         if any(first == 0 for first, _ in runs):  # the first stage holds unused parameters
             own += self._unused.items()
         shared = dict.fromkeys(self._tied, frozenset[int]()) if tied_apart else self._sharers(cut)
-        end = self.held_by_loss(runs)
+        end = self.held_beside(runs, cut)
         if len(self.copies) == 1:
             return end + self._laid_out(own, shared, runs, cut, self.copies[0])
         apart = ([item for item in own if (item[0] in split) == experts] for experts in (False, True))
@@ -348,7 +348,7 @@ class ChunkCosts(StepEnd):
             spare = _CLASSES * self.dp * ALIGN
             laid_out = self.state([(first, last)], tied_apart=self.candidate.pp > 1)
             return laid_out + model_state([spare], precision=self.precision, optimizer="adamw")
-        found = Memory(parameters=frozen) + self.held_by_loss([(first, last)])
+        found = Memory(parameters=frozen) + self.held_beside([(first, last)])
         for trained, copies in self._trained([(first, last)]):
             trained += unused
             buckets = min(trained // self.bucket, len(self._order)) + _CLASSES

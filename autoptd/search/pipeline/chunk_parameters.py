@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import TypeVar
 
 import torch
 from torch import fx
 
-from autoptd.cost_models.memory import Memory
+from autoptd.cost_models.memory import Memory, alive
 from autoptd.layout.placements import B, Placement, Split
 from autoptd.layout.state_bytes import Unit, buffer_class
+from autoptd.passes.analysis.dataflow import counts_tokens
+from autoptd.passes.analysis.flops import is_view
 from autoptd.passes.blocks import owned_by_blocks
-from autoptd.passes.fold import Folded
-from autoptd.passes.graph import infos
+from autoptd.passes.fold import Folded, owner
+from autoptd.passes.graph import ancestors, infos, is_getitem, op_call, operands
 from autoptd.search.loss_end import LossEnd, loss_end
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes
@@ -25,6 +28,7 @@ from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
 T = TypeVar("T")
+Outside = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]  # buffers, computed tensors: names and bytes
 
 
 class ChunkParameters:
@@ -269,7 +273,7 @@ class ChunkParameters:
                 readers.setdefault(name, set()).add(i)
         return readers
 
-    # ---- a loss of the whole batch ----
+    # ---- beside parameters and blocks ----
 
     @cached_property
     def loss_end(self) -> LossEnd:
@@ -277,7 +281,48 @@ class ChunkParameters:
         c = self.candidate
         return loss_end(self.folded.loss_form, c.dp * c.micro * c.microbatches)
 
-    def held_by_loss(self, runs: Sequence[tuple[int, int]]) -> Memory:
-        """Return what such a loss holds on the rank with the last segment."""
+    def held_beside(self, runs: Sequence[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> Memory:
+        """Return what a rank with these runs holds beside parameters and what its blocks save: buffers of the model;
+        masks and tables that a stage computes from inputs, of each microbatch in flight; on the rank with the last
+        segment, what a loss of the whole batch holds. `cut`: as of `state`; if it is not known, an upper bound."""
+        c, outside = self.candidate, self._memoised("outside", self._list_outside)
+        buffers, computed = dict[str, int](), list[int]()
+        for first, last in runs:
+            made = dict[str, int]()
+            for both in set(outside[first : last + 1]):
+                buffers.update(both[0])
+                made.update(both[1])
+            computed.append(sum(made.values()))
+        rank = c.route.holder(list(cut).index(runs[0])) if cut else 0
+        flying = alive(rank, c.pp, c.microbatches, c.schedule, c.virtual)
+        each = computed if len(computed) == len(flying.rows[0]) else computed * len(flying.rows[0])
         holds = any(last == len(self.folded.segments) - 1 for _, last in runs)
-        return Memory(temporary=self.loss_end.held_bytes if holds else 0)
+        return Memory(
+            parameters=sum(buffers.values()),
+            activations=flying.kept(each),
+            temporary=self.loss_end.held_bytes if holds else 0,
+        )
+
+    def _list_outside(self) -> list[Outside]:
+        """Return for each segment the bytes of the buffers that it needs, and of the tensors that it reads and that
+        its stage computes from inputs, each with its name. Those have the full length of the sequence under cp."""
+        inputs, found = self.folded.traced.inputs, dict[tuple[fx.Node, ...], Outside]()
+        for read in {segment.prelude for segment in self.folded.segments}:
+            given = (n for n in ancestors(read) if n.op == "placeholder" and n.name not in inputs)
+            buffers = {n.name: self._whole_bytes(n) for n in given if infos(n)[0].ndim}  # numbers are literals
+            computed = {n.name: self._whole_bytes(n) for n in map(base_of, read) if n.op != "placeholder"}
+            found[read] = tuple(buffers.items()), tuple(computed.items())
+        return [found[segment.prelude] for segment in self.folded.segments]
+
+    def _whole_bytes(self, node: fx.Node) -> int:
+        """Return the bytes of what a node makes, at the length of the whole sequence."""
+        number, cp = self.tensors.number, self.tensors.cp
+        each = (prod(number(n) * (cp if counts_tokens(n) else 1) for n in t.shape) for t in infos(node))
+        return sum(numel * t.dtype.itemsize for numel, t in zip(each, infos(node), strict=True))
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node that allocated a tensor: of a view, that of its operand."""
+    while node.op == "call_function" and not is_getitem(node) and is_view(op_call(node)):
+        node = operands(node)[0]
+    return owner(node)

@@ -216,11 +216,12 @@ class StageCost:
         """Return the most bytes that passes may work with, kept ones included, as `_needed` counts; -1 if none are."""
         state_bytes = (state.parameters + state.gradients + state.optimizer) * chunks
         most = most_allocated(self.budget_bytes - state_bytes, FRAGMENTATION_LEAST) - state.temporary
-        return most if upcast * chunks <= most else -1
+        return most - state.activations if upcast * chunks <= most else -1
 
     def _needed(self, state: Memory, upcast: int, kept: int, extra: int, chunks: int = 1) -> float:
         """Return `Memory.needed` of a rank with `chunks` chunks of this state."""
         state_bytes = (state.parameters + state.gradients + state.optimizer) * chunks
+        kept += state.activations
         work = kept + max(extra, upcast * chunks - kept) + state.temporary
         held = allocator_bytes(work, FRAGMENTATION_LEAST)
         return state_bytes + work + held + self._communication_bytes + self.device.context_bytes
@@ -229,7 +230,7 @@ class StageCost:
         """Return the memory of one pipeline rank. `host`: that of activations on the host."""
         found = state + Memory(
             activations=kept,
-            temporary=max(extra, upcast - kept),
+            temporary=max(extra, upcast - kept - state.activations),
             communication=self._communication_bytes,
             context=self.device.context_bytes,
             host=host,

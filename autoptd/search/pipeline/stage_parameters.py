@@ -13,9 +13,11 @@ from autoptd.cost_models.dispatch import QUANTILE, fullest
 from autoptd.layout.host_memory import pinned_bytes
 from autoptd.layout.placements import Placement
 from autoptd.layout.state_bytes import buffer_class
+from autoptd.passes.analysis.dataflow import CONVERTED
 from autoptd.passes.analysis.flops import CASTS, LOOKUPS, work
 from autoptd.passes.analysis.fusion import is_row_op
 from autoptd.passes.analysis.liveness import Peak, Walk, cuts_logits
+from autoptd.passes.analysis.saved_tensors import ATTENTION
 from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, op_call, operands
 from autoptd.passes.sharding.expert_regions import expert_regions
@@ -79,7 +81,7 @@ def block_pinned(tensors: Tensors, sharded: Sharded, segments: Sequence[Segment]
 
 def _key(segments: Sequence[Segment], policy: str, method: SearchOptions) -> tuple[object, ...]:
     of_sizes = tuple(s.kind for s in segments), policy, method.gathers, method.loss
-    return *of_sizes, method.kernels, method.fp8, method.ep, method.routing
+    return *of_sizes, method.kernels, method.fp8, method.ep, method.routing, method.context
 
 
 def _walk(
@@ -88,6 +90,8 @@ def _walk(
     """Return the moments of consecutive segments under a policy, and the bytes of each storage."""
     segments = tensors.workbook.first_like(segments)  # whose names the walk has
     shares = expert_shares(segments, method.ep, method.routing, experts_of(sharded)[1])
+    if method.cp > 1:
+        shares |= dict.fromkeys(converted_masks(segments), method.cp if method.context == "ulysses" else 0.0)
     if method.kernels == "fused":
         shares |= dict.fromkeys(inside_kernels(segments), 0.0)
     if method.fp8:
@@ -122,6 +126,13 @@ def expert_shares(segments: Sequence[Segment], ep: int, routing: str, chosen: fl
         rows = fullest(ep, region.count, chosen, routing, QUANTILE)
         found |= dict.fromkeys((n.name for n in (*region.rows, *region.reads)), rows)
     return found
+
+
+def converted_masks(segments: Sequence[Segment]) -> Iterator[str]:
+    """Yield the copies of boolean masks that attentions save. A ring makes one for each tile, which it does not save;
+    under Ulysses, a rank has the rows of all queries, not only of its own."""
+    for segment in segments:
+        yield from (f"{node.name}{CONVERTED}" for node in segment.nodes if node.target in ATTENTION)
 
 
 def inside_kernels(segments: Sequence[Segment]) -> Iterator[str]:

@@ -20,6 +20,7 @@ import sympy
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, PlanError
+from autoptd.passes.analysis.flops import gradient_products
 from autoptd.passes.fold import Folded
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.rules.factors import Strategy
@@ -212,7 +213,7 @@ class ShardingCache:
                 for node in segment.nodes:
                     if node in ops and ops[node].work.flops != 0:
                         op = ops[node]
-                        times = 1 + sum(t.requires_grad for t in op.call.operands[:2])
+                        times = 1 + sum(gradient_products(op.call))
                         total = self.folded.multiplicity(kind) * times * float(sizes(op.work.flops))
                         if op.work.kind == "matmul":
                             products["fp8" if node in recipe else op.dtype] += total

@@ -17,7 +17,7 @@ from autoptd.layout.placements import kind as kind_of
 from autoptd.ops.linear_cross_entropy import chunks
 from autoptd.passes.analysis.attention import AttentionForm, form_of
 from autoptd.passes.analysis.dataflow import divides, is_quadratic
-from autoptd.passes.analysis.flops import GROUPED
+from autoptd.passes.analysis.flops import GROUPED, gradient_products
 from autoptd.passes.analysis.heads import Head
 from autoptd.passes.graph import info
 from autoptd.passes.opcall import Size, Sizes, TensorInfo
@@ -311,7 +311,7 @@ def named(works: Iterable[OpWork], work: NewWork) -> Iterator[OpWork]:
 
 def _gradient_products(op: OpFacts, forward: OpWork) -> Iterator[OpWork]:
     """Yield two products of the forward's size: the first operand's gradient sums over n, the second's over m."""
-    first, second = (t.requires_grad for t in op.call.operands[:2])
+    first, second = gradient_products(op.call)
     m, n, k = forward.m, forward.n, forward.k
     shapes = [(m, k, n, forward.groups)] * first + [(k, n, m, forward.groups and "k")] * second
     for rows, columns, inner, groups in shapes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import autoptd
 from autoptd.ops import library as ops
-from autoptd.passes.analysis.flops import CONVOLUTIONS, PRODUCTS, Work, flops, work
+from autoptd.passes.analysis.flops import CONVOLUTIONS, PRODUCTS, Work, flops, gradient_products, work
 from autoptd.passes.analysis.saved_tensors import ATTENTION, DROPOUT, RMS_NORM, SavedForBackward, saved_tensors
-from autoptd.passes.opcall import OpCall, TensorInfo
+from autoptd.passes.graph import op_call
+from autoptd.passes.opcall import OpCall, Sizes, TensorInfo
 from tests.passes.rules.rule_samples import SAMPLES, examples
 
 aten = torch.ops.aten
@@ -113,6 +117,57 @@ def test_flops_are_those_of_torch(target: Any) -> None:
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             example.target(*example.args, **example.kwargs)
         assert flops(example.call()) == counter.get_total_flops(), example.args
+
+
+LAYERS: list[tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = [
+    (lambda: torch.nn.ConvTranspose1d(8, 16, 4, 2), (3, 8, 10)),
+    (lambda: torch.nn.ConvTranspose2d(8, 16, 4, 2, groups=2), (3, 8, 10, 12)),
+    (lambda: torch.nn.ConvTranspose3d(8, 16, 2), (3, 8, 4, 5, 6)),
+    (lambda: torch.nn.LSTMCell(24, 32), (5, 24)),
+    (lambda: torch.nn.GRUCell(24, 32), (5, 24)),
+    (lambda: torch.nn.RNN(24, 32, batch_first=True), (5, 7, 24)),
+    (lambda: torch.nn.GRU(24, 32, 2, bidirectional=True, batch_first=True), (5, 7, 24)),
+    (lambda: torch.nn.LSTM(24, 32, 2, batch_first=True), (5, 7, 24)),
+]
+
+
+class Squares(torch.nn.Module):
+    """A layer, and the mean of the squares of what it returns first."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return (y[0] if isinstance(y, tuple) else y).float().pow(2).mean()
+
+
+@pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=[str(i) for i in range(len(LAYERS))])
+def test_layers_count_the_products_that_torch_runs(layer: Any, shape: tuple[int, ...]) -> None:
+    """Transposed convolutions, recurrent layers and cells."""
+    module, x = Squares(layer()), torch.randn(shape)
+    folded = autoptd.trace(module, inputs={"x": x}, precision="fp32").folded
+    nodes = (n for s in folded.segments for n in s.nodes if n.op == "call_function" and n.target is not getitem)
+    number = Sizes({symbol: shape[dim] for symbol, (_, dim) in folded.traced.sizes.items()})
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        module(x)  # torch does not count the LSTM of MKL-DNN
+    assert sum(number(flops(op_call(n))) for n in nodes) == counter.get_total_flops() > 0
+
+
+def test_backward_multiplies_for_the_operands_with_gradients() -> None:
+    w, rows, bias = real(64, 32), real(b, 32), real(32)
+    still = real(b, 64, grad=False)
+    assert gradient_products(call(aten.linear.default, X, real(128, 64), out=real(b, s, 128))) == (True, True)
+    assert gradient_products(call(aten.addmm.default, bias, real(b, 64), w, out=rows)) == (True, True)
+    assert gradient_products(call(aten.addmm.default, bias, still, w, out=rows)) == (False, True)
+    states, weights = real(1, b, 32, grad=False), [real(96, 64), real(96, 32)]
+    steps = (real(b, s, 64, grad=False), states, weights, False, 1, 0.0, True, False, True)
+    gru = call(aten.gru.input, *steps, out=(real(b, s, 32), real(1, b, 32)))
+    assert gradient_products(gru) == (True, True)
+    frozen = [replace(t, requires_grad=False) for t in weights]
+    gru = call(aten.gru.input, *steps[:2], frozen, *steps[3:], out=(real(b, s, 32, grad=False),))
+    assert gradient_products(gru) == (False, False)
 
 
 def test_a_substitution_takes_half_of_a_product() -> None:

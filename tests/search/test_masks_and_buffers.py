@@ -1,0 +1,126 @@
+"""Memory of masks and buffers: a boolean mask is converted by every attention, which saves the copy."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+
+SAMPLES, TOKENS, WIDTH, HEADS, LAYERS, CLASSES = 8, 256, 32, 2, 4, 64
+SCORES = TOKENS**2  # elements of a mask
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        samples, tokens, _ = x.shape
+        q, k, v = (t.view(samples, tokens, HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return x + self.out(heads.transpose(1, 2).reshape(x.shape))
+
+
+class Model(nn.Module):
+    """A decoder whose tokens see the last `window`; 0: all before them."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window, self.layers = window, nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def mask(self, tokens: int, device: torch.device) -> Tensor | None:
+        at = torch.arange(tokens, device=device)
+        ahead = at[:, None] - at[None]
+        return (ahead >= 0) & (ahead < self.window) if self.window else None
+
+    def forward(self, idx: Tensor, y: Tensor) -> Tensor:
+        x, mask = self.embed(idx), self.mask(idx.size(1), idx.device)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+class Table(nn.Module):
+    """A classifier of rows of a fixed table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(CLASSES, 4096))
+        self.head = nn.Linear(4096, CLASSES)
+
+    def forward(self, idx: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(F.embedding(idx, self.table)).flatten(0, 1), y.flatten())
+
+
+@cache
+def traced(window: int) -> autoptd.TracedModel:
+    return trace(Model(window))
+
+
+def trace(model: nn.Module) -> autoptd.TracedModel:
+    idx = torch.randint(CLASSES, (SAMPLES, TOKENS))
+    return autoptd.trace(model, inputs={"idx": idx, "y": idx})
+
+
+def memory(source: autoptd.TracedModel, world: int = 1, **fix: Any) -> list[dict[str, int]]:
+    fix = {"micro": 1, "recompute": "none", "kernels": "eager", "schedule": "1f1b", "zero": 1} | fix
+    plan = autoptd.plan(source, world=world, batch=SAMPLES, cluster="dgx-h100", fix=fix)
+    return list(plan.predicted.memory)
+
+
+def added(world: int = 1, **fix: Any) -> list[int]:
+    """Return the bytes of activations that a mask adds to each stage."""
+    both = zip(memory(traced(16), world, **fix), memory(traced(0), world, **fix), strict=True)
+    return [masked["activations"] - plain["activations"] for masked, plain in both]
+
+
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_every_attention_saves_a_copy_of_a_boolean_mask(kernels: str) -> None:
+    assert added(kernels=kernels) == [(2 * LAYERS + 1) * SCORES], "in bf16, and the mask itself"
+
+
+def test_the_saved_copies_are_those_of_a_run() -> None:
+    model, idx = Model(16).bfloat16(), torch.randint(CLASSES, (1, TOKENS))
+    saved: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        saved[x.untyped_storage()._cdata] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(idx, idx)
+    scores = [x.untyped_storage().nbytes() for x in saved.values() if x.shape[-2:] == (TOKENS, TOKENS)]
+    assert scores == [2 * SCORES] * LAYERS
+
+
+def test_ranks_that_share_heads_or_layers_have_the_whole_mask() -> None:
+    assert added(2, tp=2) == [(2 * LAYERS + 1) * SCORES]
+    first, last = added(2, pp=2, stages="even")
+    assert first == 2 * last == 2 * (LAYERS + 1) * SCORES, "two microbatches in flight"
+
+
+def test_ranks_that_share_tokens() -> None:
+    assert added(2, cp=2) == [SCORES], "a ring converts the mask for each tile"
+    assert added(2, cp=2, context="ulysses") == [(2 * LAYERS + 1) * SCORES]
+
+
+def test_recomputed_attention_converts_the_mask_again() -> None:
+    for policy in ("selective", "full"):
+        assert added(recompute=policy) == [SCORES]
+        assert memory(traced(16), recompute=policy)[0]["temporary"] > 2 * SCORES
+
+
+def test_buffers_are_on_the_device() -> None:
+    source = trace(Table())
+    trained = sum(p.numel() for p in source.model.parameters())
+    for fix in ({}, {"dp": 2}):
+        (found,) = memory(source, world=2 if fix else 1, **fix)
+        assert 0 <= found["parameters"] - 2 * trained - 4 * CLASSES * 4096 < 2048, "the table in float32"
