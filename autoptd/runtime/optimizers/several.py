@@ -41,6 +41,8 @@ class SeveralOptimizers(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of each optimizer with its own method."""
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            hook(self, state_dict)
         for number, each in enumerate(self.optimizers):
             groups = [g for g, place in zip(state_dict["param_groups"], self.places, strict=True) if place == number]
             inside = [i for group in groups for i in group["params"]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autoptd.errors import InputsError, PlanError
 from autoptd.layout.layout import Layout
@@ -18,6 +20,8 @@ from autoptd.runtime.optimizers.named import Factory
 from autoptd.runtime.optimizers.several import defaults_by_group
 from autoptd.runtime.optimizers.whole_tensors import WholeTensors
 from autoptd.runtime.zero.param_buffers import ParameterShard
+
+_SIGNED = "autoptd_parameters"  # key of a state with the digest of what it is of
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,16 @@ class OptimizerStep:
             first = layout.mesh.holder(layout.parameters[whole.name].stages[0]) == c.stage
             counts = first and self._owners.counts(whole)
             self.updated.append(Updated(whole.name, self._whole.parameters[whole.name], None, counts))
+        _keep_apart(self.optimizer, self._described(layout, c))
+
+    def _described(self, layout: Layout, c: Communicators) -> str:
+        """Return a digest of what this rank's optimizer updates: ranks with the same have equal states."""
+        found = []
+        for each in self.updated:
+            spec, start = layout.parameters[each.name], 0 if each.piece is None else each.piece.start
+            part = spec.part(layout.mesh, c.rank), spec.parts(layout.mesh.tp), str(spec.placement)
+            found.append((each.name, start, each.param.numel(), *part))
+        return hashlib.sha256(repr(found).encode()).hexdigest()
 
     def check(self) -> None:
         """Raise InputsError for added groups, which have no part of the model, and for hooks of steps, which would see
@@ -120,6 +134,25 @@ class OptimizerStep:
             self.optimizer.step()
         for piece in self._flat:
             piece.param.grad = None  # a second step, of a loop that calls the optimizer's own, changes nothing
+
+
+def _keep_apart(optimizer: Optimizer, described: str) -> None:
+    """Refuse the states of other optimizers: torch compares the numbers of parameters only, not which they are."""
+
+    def sign(_: Optimizer, state: dict[str, Any]) -> None:
+        state[_SIGNED] = described
+
+    def check(_: Optimizer, state: dict[str, Any]) -> None:
+        if state.get(_SIGNED) != described:
+            raise InputsError(
+                "this is the state of other parameters than this rank's optimizer updates: of a plain optimizer, or of "
+                "another rank or plan",
+                where="par.optimizer.load_state_dict",
+                fix="par.save writes the states of all ranks, and par.load and par.resume restore them under any plan",
+            )
+
+    optimizer.register_state_dict_post_hook(sign)
+    optimizer.register_load_state_dict_pre_hook(check)
 
 
 def _plain(value: object) -> str:
