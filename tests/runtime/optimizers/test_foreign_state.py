@@ -68,7 +68,7 @@ def test_each_rank_loads_its_own_state_alone(fix: dict[str, Any], optimizer: str
 
 
 def test_copies_of_a_rank_share_a_state() -> None:
-    """Without ZeRO, data-parallel ranks update the same elements."""
+    """Data-parallel ranks without ZeRO update the same elements."""
     parallel = made("adamw", dp=2, zero=0)
     own = [state for state, _ in train(parallel, slice(2))]
     train(parallel, slice(1), own[::-1])
