@@ -15,6 +15,11 @@ from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.trace.trace_errors import KEEP_TENSORS, NUMBER_READ
 from autoptd.passes.trace.traced import Traced
 
+_FIXED = "use a fixed-capacity form such as torch.topk, or a mask with torch.where"
+_WAYS_OUT = {
+    "bincount": "count a fixed number n of values: F.one_hot(x, n).sum(0), times weights[:, None] before the sum"
+}
+
 
 def fold_sizes(graph: fx.Graph, traced: Traced) -> None:
     """Replace sizes in arguments by expressions of our symbols, which leaves size nodes dead; set `meta["shapes"]`."""
@@ -54,7 +59,7 @@ def in_our_symbols(value: object, traced: Traced, node: fx.Node) -> Any:
         raise UnsupportedOp(
             NUMBER_READ if reads else f"{node.target} has a size that depends on data ({', '.join(map(str, unknown))})",
             where=source_line(node),
-            fix=KEEP_TENSORS if reads else "use a fixed-capacity form such as torch.topk, or a mask with torch.where",
+            fix=KEEP_TENSORS if reads else _WAYS_OUT.get(op_name(node), _FIXED),
         )
     ours = in_sympy(expr.xreplace(traced.symbol))
     if isinstance(value, torch.SymBool) and not isinstance(ours, sympy.logic.boolalg.BooleanAtom):

@@ -214,6 +214,15 @@ def test_nonzero_is_refused_with_module_path_and_line() -> None:
     assert "aten.nonzero.default has a size that depends on data" in text
 
 
+def bincount(x: Tensor) -> Tensor:
+    return x * torch.bincount(x.argmax(-1), minlength=4).sum()
+
+
+def test_a_count_of_values_has_a_way_out() -> None:
+    text = str(refusal(Model(bincount), x=torch.ones(6, WIDTH)))
+    assert "aten.bincount.default has a size that depends on data" in text and "F.one_hot(x, n).sum(0)" in text
+
+
 @pytest.mark.parametrize("route", [branch_on_item, branch_on_tensor, slice_by_item, indices_in_a_list])
 def test_data_dependence_is_refused_with_its_place(route: Callable[[Tensor], Tensor]) -> None:
     text = str(refusal(Model(route), x=torch.ones(6, WIDTH)))
