@@ -18,7 +18,7 @@ the end of the step: every rank has the sums of all stages, and ranks that hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -193,9 +193,13 @@ class BatchSums:
             self.own[start:stop] += x.detach().reshape(-1).to(torch.float64)
 
     @torch.no_grad()
-    def update_buffers(self, whole: Tensor) -> None:
-        """Write the new values of all buffers, computed from the old ones and from the sums of all ranks."""
+    def new_buffers(self, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return all buffers with their new values, computed from the old ones and from the sums of all ranks."""
         found = [(stage, stage.update_buffers(whole, self._counts())) for stage in self._stages]
-        for stage, values in found:
-            for name, value in values.items():
-                stage.get_buffer(name).copy_(value)
+        return [(stage.get_buffer(name), value) for stage, values in found for name, value in values.items()]
+
+
+def write(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give each buffer its new value."""
+    for buffer, value in buffers:
+        buffer.copy_(value)

@@ -31,7 +31,7 @@ from autoptd.ops.random import dropout_mask
 from autoptd.ops.stage import Stage
 from autoptd.runtime.batch import Microbatch, sample_count
 from autoptd.runtime.batch_check import NUMBERS, Agreement, check_evaluates
-from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal, start_counts
+from autoptd.runtime.batch_counts import BatchSums, LossOfSums, LossTotal, start_counts, write
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.faults.nonfinite_origin import origin
@@ -89,10 +89,9 @@ class Trainer:
         self._executor = Executor(self.stages, communicators, self._dropout, recomputed, layout.slices, layout.modules)
         self._actions = step_actions(layout)[communicators.stage]
         self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
-        self._used: set[str] = set()
         self._inputs, self._check = Agreement(layout, communicators, order), check
         self._agreed: list[float] = []  # sums of `_inputs.row()` over all ranks in the last step
-        self._attached = len(self.stages)  # with those of evaluations
+        self._used, self._attached = set[str](), len(self.stages)  # attached: with those of evaluations
 
     @property
     def stage(self) -> Stage:
@@ -275,8 +274,9 @@ class Trainer:
         self.grad_norm = torch.tensor(square, dtype=torch.float64).sqrt()
         steps = self.finite.steps(whole, float(self.grad_norm))
         if not self.finite.fatal:
+            buffers = sums.new_buffers(summed)
             self.changing = True
-            sums.update_buffers(summed)
+            write(buffers)
         if not steps:
             return result
         if self.clip_norm is not None and (factor := self.clip_norm / (self.grad_norm + 1e-6)) < 1:

@@ -119,16 +119,16 @@ def test_over_plans(fix: Mapping[str, Any]) -> None:
 
 @pytest.mark.parametrize("fault", ["one microbatch", "one rank"])
 def test_terms_of_a_part_of_the_batch_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, update = BatchSums.add, BatchSums.update_buffers
+    add, update = BatchSums.add, BatchSums.new_buffers
 
     def first(self: BatchSums, *given: Any) -> None:
         if not self.own.any():
             add(self, *given)
 
-    def own_sums(self: BatchSums, whole: Tensor) -> None:
-        update(self, self.own)
+    def own_sums(self: BatchSums, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return update(self, self.own)
 
-    monkeypatch.setattr(BatchSums, *(("add", first) if fault == "one microbatch" else ("update_buffers", own_sums)))
+    monkeypatch.setattr(BatchSums, *(("add", first) if fault == "one microbatch" else ("new_buffers", own_sums)))
     assert wrong(trained(made(dp=2, pp=2, micro=1)))
 
 

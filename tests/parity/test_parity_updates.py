@@ -18,7 +18,7 @@ from autoptd.export.torch_program import torch_program
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.stage import Stage
 from autoptd.ops.tp_axis import Axis
-from autoptd.runtime.batch_counts import BatchSums
+from autoptd.runtime.batch_counts import BatchSums, write
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.trainer import Trainer
@@ -121,10 +121,8 @@ def _of_ranks(counts: Callable[[Communicators], bool]) -> Callable[[pytest.Monke
 
 def _updates(change: Callable[[BatchSums, Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
     """Return a fault in which new values are computed from what `change` makes of the sums."""
-    known = BatchSums.update_buffers
-    return lambda patch: patch.setattr(
-        BatchSums, "update_buffers", lambda self, whole: known(self, change(self, whole))
-    )
+    known = BatchSums.new_buffers
+    return lambda patch: patch.setattr(BatchSums, "new_buffers", lambda self, whole: known(self, change(self, whole)))
 
 
 def _whole_on_tp(patch: pytest.MonkeyPatch) -> None:
@@ -141,7 +139,7 @@ def _adds(change: Callable[[BatchSums, Stage, Callable[[], None]], None]) -> Cal
 
 def _at_once(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:
     add()
-    sums.update_buffers(sums.own)
+    write(sums.new_buffers(sums.own))
 
 
 def _last_alone(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:
@@ -156,13 +154,13 @@ def _twice(sums: BatchSums, stage: Stage, add: Callable[[], None]) -> None:
 
 
 def _one_stage(patch: pytest.MonkeyPatch) -> None:
-    known = BatchSums.update_buffers
+    known = BatchSums.new_buffers
 
-    def update(self: BatchSums, whole: Tensor) -> None:
+    def update(self: BatchSums, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
         self._stages = [stage for stage in self._stages if stage.is_last]
-        known(self, whole)
+        return known(self, whole)
 
-    patch.setattr(BatchSums, "update_buffers", update)
+    patch.setattr(BatchSums, "new_buffers", update)
 
 
 def _forgotten(patch: pytest.MonkeyPatch) -> None:
