@@ -144,7 +144,7 @@ class Evaluating(RunningRank):
         return self._evaluators[key]
 
     def _started(self, made: EvaluationProgram) -> Evaluator:
-        trainer, layout, model = self._unchanging, made.layout, made.source.model
+        trainer, layout, model = self._running, made.layout, made.source.model
         c = trainer.communicators
         with torch.device("meta"):
             axes = stage_axes(layout, c.cp, c.ep, c.dp)

@@ -103,7 +103,10 @@ def described(path: Path) -> str:
     """Return the name and the digest of the checkpoint that `path` is or names, or why there is none."""
     try:
         found = find(path)
-        return f"{found.name}, whose {MANIFEST} has SHA-256 {digest(found / MANIFEST)}"
+        manifest = found / MANIFEST
+        nbytes = manifest.stat().st_size
+        content = f"SHA-256 {digest(manifest)}" if nbytes <= _LONGEST else f"{nbytes} bytes"  # refused when read
+        return f"{found.name}, whose {MANIFEST} has {content}"
     except (CheckpointError, OSError) as error:
         return f"none: {getattr(error, 'what', error)}"
 

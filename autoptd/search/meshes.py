@@ -377,7 +377,7 @@ def _nothing_left(limits: MeshLimits, choices: Mapping[str, int | str]) -> PlanE
 
 
 def _no_way(limits: MeshLimits, options: Sequence[Candidate], asked: str) -> PlanError:
-    """Return the error for meshes and microbatches that no schedule or placement of experts allows."""
+    """Return the error for meshes and microbatches that no schedule, experts or types of device allow."""
     names, any_cut = " or ".join(limits.schedules), replace(limits, segments=limits.world * 2**20, chunks=None)
     if stages := {way.pp * way.virtual for c in options for way in _ways(any_cut, c, strict=True)}:
         return PlanError(
@@ -391,4 +391,10 @@ def _no_way(limits: MeshLimits, options: Sequence[Candidate], asked: str) -> Pla
             where="fix['schedule'], batch",
             fix="use a batch of dp x micro x a multiple of pp, or the schedule '1f1b'",
         )
-    return PlanError(f"no mesh with {asked} has ranks for the fixed ep", where="fix['ep']", fix="leave ep out")
+    if any(True for c in options for _ in _ways(replace(any_cut, eps=(1,), etps=(0,)), c, strict=False)):
+        asked = f"ep {limits.eps[0]}" + (f" with etp {limits.etps[0]}" if limits.etps[0] else "")
+        what = f"{asked} fits no mesh: ep divides dp × cp, or dp × cp × tp with etp 1, which splits the tokens over tp"
+        fix = "use a larger batch or a smaller ep, or fix fewer of tp, pp, cp, ep and etp"
+        return PlanError(f"{what}; dp is at most the batch of {limits.batch}", where="fix['ep']", fix=fix)
+    where, fix = f"{limits.pool_ranks} devices of each type", "fix fewer of dp, tp, pp and cp, or use another world"
+    return PlanError(f"no mesh with {asked} has stages of one type of device each", where=where, fix=fix)

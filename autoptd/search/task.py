@@ -126,7 +126,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
         one_microbatch=bool(task.folded.statistics.count),
         uneven=task.folded.traced.averaging == "global" and not task.constraints.system,  # others have whole ones
     )
-    found = _with_experts(_of_one_microbatch(task, limits, mesh), mesh, method)
+    found = candidates(_of_one_microbatch(task, limits, mesh), mesh)
     return allowed(task.folded, method, _among(task.constraints, found))
 
 
@@ -194,18 +194,3 @@ def _of_one_microbatch(task: Task, limits: MeshLimits, mesh: Mapping[str, int | 
             candidates(replace(limits, one_microbatch=False), mesh)
             raise task.folded.statistics.refusal() from None
     return limits
-
-
-def _with_experts(limits: MeshLimits, mesh: Mapping[str, int | str], method: SearchOptions) -> Sequence[Candidate]:
-    """Return the candidates. Raises PlanError if experts have no place in any mesh that is otherwise possible."""
-    try:
-        return candidates(limits, mesh)
-    except PlanError:
-        candidates(replace(limits, eps=(1,), etps=(0,)), mesh)  # raises its own error if they are not the reason
-    asked = f"ep {method.ep}" + (f" with etp {method.etp}" if method.etp else "")
-    raise PlanError(
-        f"{asked} fits no mesh: ep divides dp × cp, or dp × cp × tp with etp 1, which splits the tokens over tp; dp is "
-        f"at most the batch of {limits.batch}",
-        where="fix['ep']",
-        fix="use a larger batch or a smaller ep, or fix fewer of tp, pp, cp, ep and etp",
-    )

@@ -329,6 +329,14 @@ def test_no_experts_are_offered_that_would_be_whole_beside_cp() -> None:
         autoptd.plan(model, **few, fix={"ep": 2, "tp": 1, "pp": 1})
 
 
+def test_an_ep_that_fits_no_mesh_is_named() -> None:
+    """The batch allows no more than two data-parallel ranks, and without attention there is no cp."""
+    with pytest.raises(PlanError, match=r"ep 4 fits no mesh: .* dp is at most the batch of 2"):
+        autoptd.plan(source("capacity"), world=4, batch=2, fix={"ep": 4})
+    with pytest.raises(PlanError, match="world 4 is not divisible by tp 3"):
+        autoptd.plan(source("capacity"), world=4, batch=4, fix={"ep": 4, "tp": 3})
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

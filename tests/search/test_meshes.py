@@ -136,7 +136,8 @@ def test_a_batch_that_no_mesh_divides_is_refused() -> None:
         ),
         ({"schedules": ("interleaved",), "virtuals": (2, 3)}, {}, "interleaved cuts the model into 4 stages or more"),
         ({"schedules": ("interleaved",), "virtuals": (2, 3), "segments": 8, "batch": 1}, {"pp": 2}, "in groups of pp"),
-        ({"eps": (3,)}, {}, "no mesh with nothing fixed has ranks for the fixed ep"),
+        ({"eps": (3,)}, {}, "ep 3 fits no mesh"),
+        ({"pool_ranks": (1, 1)}, {"tp": 2}, "no mesh with tp 2 has stages of one type of device each"),
     ],
 )
 def test_what_no_schedule_allows_is_not_blamed_on_the_batch(

@@ -131,8 +131,10 @@ class ShardingCache:
             found = self._token_splits(cp, 1, tokens, attention)  # one tp rank leaves most dims to cp
             if isinstance(found, TokenSplits) and found.by_tp:
                 found = self._token_splits(cp, tp, tokens, attention)
-            whole = found if isinstance(found, PlanError) else whole_experts(self.folded, found, ep)
-            self._context_errors[key] = whole
+            if isinstance(found, TokenSplits):
+                self._context_errors[key] = whole_experts(self.folded, found, ep)
+            else:
+                self._context_errors[key] = found
         return self._context_errors[key]
 
     def _token_splits(self, cp: int, tp: int, tokens: int, attention: str) -> TokenSplits | PlanError:
