@@ -346,8 +346,9 @@ def alive(stage: int, stages: int, microbatches: int, schedule: str = "1f1b", vi
     zero-bubble    p on every stage, since activations stay until the weight gradients: ZB-H1 (Qi et al. 2023)
     interleaved    the warm-up of 2 (p - i - 1) + (v - 1) p chunks and the current one, with v chunks per rank
                    (Narayanan et al. 2021, section 2.2), all of average size
-    zero-bubble-v  2 p - i - 1 of its chunk 0 and i + 1 of its chunk 1 at first, 2 p - i and i in the steady state, as
-                   its action lists show: as many bytes as p of 1F1B if chunks are equal (Qi et al. 2023, section 6)
+    zero-bubble-v  2 p - i - 1 of its chunk 0 and i + 1 of its chunk 1 at first, 2 p - i and i in the steady state:
+                   as many bytes as p of 1F1B if chunks are equal (Qi et al. 2023, section 6); fewer, all with their B
+                   begun, at the end of a step. i + 1 wait in zero-bubble, one here before, as the action lists show
     """
     if not 0 <= stage < stages:
         raise ValueError(f"stage {stage} is not below the number of stages, {stages}")
@@ -360,9 +361,13 @@ def alive(stage: int, stages: int, microbatches: int, schedule: str = "1f1b", vi
         case "1f1b" | "interleaved":
             return Alive(((min(m, p - i),),))
         case "zero-bubble":
-            return Alive(((min(m, p),),))
+            return Alive(((min(m, p),),), waiting=((min(m, i + 1),),))
         case "zero-bubble-v":
-            return Alive(((min(m, 2 * p - i - 1), min(m, i + 1)), (min(m, 2 * p - i), min(m, i))))
+            rows = ((min(m, 2 * p - i - 1), min(m, i + 1)), (min(m, 2 * p - i), min(m, i)))
+            if (left := m - p + 1) < 2 or not i:
+                return Alive(rows, waiting=((0, 1), (1, 0)))
+            late = min(i, max(0, left - p + i))
+            return Alive((*rows, (min(p, left), late)), waiting=((0, 1), (1, 0), (min(i + 1, left), late)))
     raise ValueError(f"unknown schedule {schedule!r}; known: 1f1b, gpipe, interleaved, zero-bubble, zero-bubble-v")
 
 

@@ -48,12 +48,19 @@ class UncountedActivations(ValueError):
 def prove_memory(schedule: Schedule, counted: Sequence[Alive]) -> None:
     """Raise UncountedActivations if a rank ever holds activations of more microbatches than were counted."""
     for rank, (actions, most) in enumerate(zip(schedule, counted, strict=True)):
-        for alive in moments(actions):
-            if not most.covers(alive):
+        for alive, waiting in moments(actions):
+            if not most.covers(alive, waiting):
+                held = _in_words(alive, waiting)
+                counted_for = " or ".join(map(_in_words, most.rows, most.waiting or [()] * len(most.rows)))
                 raise UncountedActivations(
-                    f"rank {rank} holds activations of {'+'.join(map(str, alive))} microbatches (by chunk), but memory "
-                    f"is predicted for {' or '.join('+'.join(map(str, row)) for row in most.rows)}"
+                    f"rank {rank} holds activations of {held} microbatches (by chunk), but memory is predicted for "
+                    f"{counted_for}"
                 )
+
+
+def _in_words(alive: Sequence[int], waiting: Sequence[int]) -> str:
+    text = "+".join(map(str, alive))
+    return f"{text} ({'+'.join(map(str, waiting))} before their W)" if any(waiting) else text
 
 
 class _ProofRun:

@@ -39,16 +39,18 @@ _PASSING = ("add", "sub")  # ops that pass the incoming gradient on, unless an o
 class Peak(NamedTuple):
     """Bytes of consecutive segments for one microbatch: saved for backward (`kept`), and the peak of each pass.
 
-    The peaks include what these segments save, and nothing of other segments.
+    The peaks include what these segments save, and nothing of other segments. `waiting`: gradients that a split
+    backward pass holds from B to W.
     """
 
     kept: int
     forward: int
     backward: int
+    waiting: int = 0
 
     def above(self, nbytes: int) -> Peak:
         """Return the peak of the same segments if they keep so many more bytes."""
-        return Peak(*(own + nbytes for own in self))
+        return Peak(self.kept + nbytes, self.forward + nbytes, self.backward + nbytes, self.waiting)
 
     @property
     def temporary(self) -> int:
@@ -60,24 +62,27 @@ class Peak(NamedTuple):
 class Walk:
     """Lifetimes of storages in both passes of consecutive segments, and what is kept; `peak` adds up their bytes.
 
-    `backward` ends with the moments of a recomputing forward pass, if there is one.
+    `backward` ends with the moments of a recomputing forward pass, if there is one. `waiting`: gradients that are held
+    between the parts of a split backward pass.
     """
 
     kept: tuple[SavedActivations, ...]
     forward: Lifetimes
     backward: Lifetimes
+    waiting: tuple[Storage, ...] = ()
 
     @cached_property
     def storages(self) -> tuple[Storage, ...]:
         """Every storage that is alive at some moment."""
         spans = (storage for storage, _, _ in (*self.forward.spans, *self.backward.spans))
-        return tuple(dict.fromkeys((*(k.storage for k in self.kept), *spans)))
+        return tuple(dict.fromkeys((*(k.storage for k in self.kept), *spans, *self.waiting)))
 
     @cached_property
-    def _placed(self) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
-        """The indices of the storages that are kept, and the spans of each pass by index."""
+    def _placed(self) -> tuple[list[int], list[int], NDArray[np.int64], NDArray[np.int64]]:
+        """The indices of the storages that are kept, and that wait, and the spans of each pass by index."""
         at = {storage: i for i, storage in enumerate(self.storages)}
-        return [at[k.storage] for k in self.kept], self.forward.placed(at), self.backward.placed(at)
+        kept, waiting = [at[k.storage] for k in self.kept], [at[storage] for storage in self.waiting]
+        return kept, waiting, self.forward.placed(at), self.backward.placed(at)
 
     def sizes(
         self, number: Number, ranks: int, cp: int = 1, known: dict[Storage, int] | None = None
@@ -105,9 +110,10 @@ class Walk:
 
     def peak_of(self, sizes: Sequence[int]) -> Peak:
         """Return the peak, given the `sizes` of the storages."""
-        (which, forward, backward), table = self._placed, np.array(sizes, dtype=np.int64)
-        kept = sum(sizes[i] for i in which)
-        return Peak(kept, most_bytes(forward, table), most_bytes(backward, table) if self.backward.names else kept)
+        (which, later, forward, backward), table = self._placed, np.array(sizes, dtype=np.int64)
+        kept, waiting = (sum(sizes[i] for i in chosen) for chosen in (which, later))
+        highest = most_bytes(backward, table) if self.backward.names else kept
+        return Peak(kept, most_bytes(forward, table), highest, waiting)
 
     def fullest(self, number: Number, ranks: int, cp: int = 1) -> tuple[str, sympy.Expr]:
         """Return the step of the peak (`backward of cross_entropy`), and its bytes in the sizes' symbols and t."""
@@ -149,7 +155,7 @@ def walk_flow(region: Flow, policy: str = "none", *, regather: bool = False, in_
     backward = _backward(region, kept, whole, policy, in_place)
     if policy in ("full", "ops"):  # the recomputing pass saves everything
         backward = backward.then(_forward(region, whole, in_place, "recomputing ", kept))
-    return Walk(saved, forward, backward)
+    return Walk(saved, forward, backward, waiting_gradients(region, policy))
 
 
 def stage_peak(parts: Iterable[Peak], in_flight: int) -> int:
@@ -304,6 +310,32 @@ def _gradient_move(
     passed = {k: gradient for k, gradient in made.items() if k not in parameters and k not in gradients}
     gradients.update(passed)
     return _GradientMove((*needed, *made.values(), *own), tuple(passed.values()), used)
+
+
+def waiting_gradients(region: Flow, policy: str = "none") -> tuple[Storage, ...]:
+    """Return the gradients that a split backward pass holds from B to W: those that arrive at the ops, between received
+    tensors and the loss, with branches to parameters (`runtime/split_backward.py`). Recomputed blocks have none.
+
+    A gradient that is held is not added to in place: the sum is a tensor of its own.
+    """
+    if policy not in ("none", "selective", "logits"):
+        return ()
+    gradients = {_key(v): v.gradient for v in region.sent if v.info.requires_grad}
+    path, held = {_key(v) for v in region.received if v.info.requires_grad}, dict[Storage, None]()
+    for step in region.steps:
+        if any(_key(v) in path for v in step.operands):
+            path.update(_key(v) for v in step.outputs if v.info.requires_grad)
+    for step in reversed(region.steps):
+        used = [gradients.pop(_key(v)) for v in step.outputs if _key(v) in gradients]
+        wanted = {_key(v): v for v in step.operands if v.info.requires_grad} if used else {}
+        if path.intersection(wanted) and not path.issuperset(wanted):
+            held.update(dict.fromkeys(used))
+        for key, value in wanted.items():
+            if key in path and key not in gradients:
+                gradients[key] = used[0] if _passes_gradient(step, value) else value.gradient
+            elif key in path and gradients[key] in held:
+                gradients[key] = value.gradient
+    return tuple(held)
 
 
 def _overwritten(step: DataflowStep, gradient: Storage) -> Storage:

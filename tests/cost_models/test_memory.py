@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import sympy
 import torch
@@ -158,9 +160,30 @@ def test_a_vee_is_counted_by_chunk_whatever_the_chunks_weigh():
                 for weights in ((1, 0), (0, 1), (3, 2), (2, 3), (1, 1)):
                     held = sum(n * w for n, w in zip(counted(actions, weights), weights, strict=True))
                     assert rows.kept(weights) == held
-    assert alive(0, 4, 8, "zero-bubble-v", 2) == (((7, 1), (8, 0)), 1)
+    assert alive(0, 4, 8, "zero-bubble-v", 2) == (((7, 1), (8, 0)), 1, ((0, 1), (1, 0)))
     assert alive(0, 4, 8, "zero-bubble-v", 2).kept((10, 1)) == 80
     assert alive(1, 4, 8, "interleaved", 2).kept((10, 1)) == 50  # 9 chunks of 5.5 on average, to an even number
+
+
+def test_what_waits_for_its_second_half_is_counted():
+    """If any number of any row were one less, an action list would hold more than is counted."""
+    for kind, chunks in (("zero-bubble", 1), ("zero-bubble-v", 2)):
+        for stages, microbatches in itertools.product(range(1, 7), range(1, 19)):
+            lists = step_lists(kind, stages, microbatches, chunks)
+            counted = [alive(i, stages, microbatches, kind, chunks) for i in range(stages)]
+            prove_memory(lists, counted)
+            for i, held in enumerate(counted):
+                for row, chunk in itertools.product(range(len(held.rows)), range(chunks)):
+                    if held.waiting[row][chunk] == 0:
+                        continue
+                    fewer = [list(numbers) for numbers in held.waiting]
+                    fewer[row][chunk] -= 1
+                    less = held._replace(waiting=tuple(map(tuple, fewer)))
+                    with pytest.raises(UncountedActivations, match="before their W"):
+                        prove_memory(lists, [*counted[:i], less, *counted[i + 1 :]])
+    one, two = (alive(i, 2, 8, "zero-bubble") for i in range(2))
+    assert [one.kept([10], [3]), two.kept([10], [3]), two.kept([10])] == [23, 26, 20]
+    assert alive(1, 4, 16, "zero-bubble-v", 2).alike == Alive(((8,), (8,), (5,)), 1, ((1,), (1,), (3,)))
 
 
 def test_more_in_flight_than_counted_is_refused():

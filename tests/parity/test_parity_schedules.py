@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from autoptd.compile.program import read_sharding
 from autoptd.layout import layout
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.stage import Wire
+from autoptd.passes.analysis.dataflow import flow
+from autoptd.passes.analysis.liveness import waiting_gradients
+from autoptd.passes.opcall import Sizes
+from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime import executor, messages, trainer
 from autoptd.runtime import split_backward as splits_backward
 from autoptd.runtime.split_backward import WeightBackward
 from autoptd.schedule import SENDS, Action, Actions, Channel, Schedule, StageMap
 from autoptd.testing.parity import train_in_lockstep
 from tests.pairwise import pairwise
-from tests.parity.parity_check import Variant, alone, batches, check, complaints, parallel, planned
+from tests.parity.parity_check import Variant, alone, batches, case, check, complaints, parallel, planned, source
 from tests.parity.parity_models import FEW_MESHES, MODELS, OFTEN
 
 WAYS = {
@@ -101,6 +106,33 @@ def test_most_of_the_weights_come_later(monkeypatch: pytest.MonkeyPatch) -> None
     put_off.clear()
     assert not check("llama", Mesh(1, 2, 4), WAYS["zero-bubble, recomputed"], "sgd")
     assert len(put_off) < 10, "what is recomputed is not put off"
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 1, 2), Mesh(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "awkward", "t5"])
+def test_what_a_backward_pass_holds_for_its_second_half_is_predicted(
+    name: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare to the byte, on the last stage. The first has no received tensor: all its gradients are made at once."""
+    held, call = set[int](), WeightBackward.__call__
+
+    def noted(self: WeightBackward, before: Any = None) -> None:
+        arrived = {_storage(x): x for entry in self._intermediates for x in entry.arrived if x is not None}
+        held.add(sum(x.untyped_storage().nbytes() for x in arrived.values()))
+        call(self, before)
+
+    monkeypatch.setattr(WeightBackward, "__call__", noted)
+    plan, origin = planned(name, mesh, Variant(schedule="zero-bubble", micro=1)), source(name)
+    train_in_lockstep(parallel(name, plan, "sgd"), batches(name, 1))
+    decided, tokens = read_sharding(origin, plan).kinds, next(iter(case(name).batch.values())).shape[-1]
+    sizes = Sizes({**dict.fromkeys(origin.folded.traced.sizes, tokens), BATCH: 1})
+    blocks = ([origin.folded.segments[i]] for i in range(plan.stages[1].first, plan.stages[1].last + 1))
+    waiting = [storage for block in blocks for storage in waiting_gradients(flow(block, decided))]
+    assert held == {0, sum(storage.nbytes(sizes, mesh.tp) for storage in waiting)}
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])

@@ -47,13 +47,20 @@ def test_what_is_asked_for_is_planned(traced: autoptd.TracedModel, tmp_path: Pat
 
 
 def test_the_first_rank_holds_most_of_its_first_chunk(traced: autoptd.TracedModel) -> None:
-    """The rank holds 7 + 1 or 8 + 0 microbatches of its two chunks, of which the second saves the logits."""
+    """The rank holds 7 + 1 or 8 + 0 microbatches of its two chunks, of which the second saves the logits.
+
+    Of a layer, a microbatch holds for its W the gradients of 11 times as many numbers as the layer receives. On the other
+    ranks 8 microbatches are held and one waits, or at the end of a step 6 and 5 of them, or 7 and all of them.
+    """
     fix = {"schedule": "zero-bubble-v", "recompute": "none", "stages": "even", **PIPELINE}
     first, *others = (row["activations"] for row in autoptd.plan(traced, **ASKED, fix=fix).predicted.memory)
-    assert alive(0, 4, 16, "zero-bubble-v", 2) == Alive(((7, 1), (8, 0)))
-    assert len({*others}) == 1  # one layer a chunk
-    # of one microbatch: logits in bf16, their log-softmax in fp32, and labels; of eight, the numbers of positions
-    assert first - others[0] == 256 * (1024 * (2 + 4) + 8) + 8 * 256 * 8
+    assert alive(0, 4, 16, "zero-bubble-v", 2).rows == ((7, 1), (8, 0))
+    waiting = 11 * 256 * 512 * 2
+    kept, left = divmod(others[0] - waiting, 8)  # one layer a chunk
+    assert left == 0 and others[1:] == [6 * kept + 5 * waiting, 7 * kept + 7 * waiting]
+    # of one microbatch: logits in bf16, their log-softmax in fp32, labels, and the gradients of the logits and of the
+    # last norm, which wait; of eight, the numbers of positions
+    assert first - others[0] == 256 * (1024 * (2 + 4) + 8) + 256 * (1024 + 512) * 2 + 8 * 256 * 8
 
 
 def test_a_search_weighs_every_schedule(traced: autoptd.TracedModel) -> None:

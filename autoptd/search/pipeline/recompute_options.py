@@ -7,15 +7,17 @@
 
 With `alive` in-flight microbatches of each of its chunks, a rank holds
 
-    kept  = Σ over chunks of alive × Σ kept                    of the chosen options of all its blocks
+    kept  = Σ over chunks of alive × Σ kept + waiting × Σ w    of the chosen options of all its blocks
     extra = max over chunks of (peak - Σ kept)                 beyond that; `passes.liveness.stage_peak`
+
+where w are the gradients that a microbatch holds while it is one of the `waiting`, between its B and its W.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -58,6 +60,12 @@ class RecomputeChoice:
     exact: bool
 
 
+@lru_cache(maxsize=4096)
+def without_waiting(options: RecomputeOptions) -> RecomputeOptions:
+    """Return the options in a stage whose backward passes are whole."""
+    return tuple(option._replace(peak=option.peak._replace(waiting=0)) for option in options)
+
+
 def undominated(chosen: Sequence[RecomputeOption], *, counts_host: bool = False) -> RecomputeOptions:
     """Drop dominated options; with `counts_host`, only those that take no less host memory."""
     found: list[RecomputeOption] = []
@@ -81,7 +89,7 @@ def bytes_of(chosen: Sequence[Sequence[RecomputeOption]], alive: Alive) -> tuple
     extra = max(
         stage_peak([option.peak for option in chunk], 1) - whole for chunk, whole in zip(chosen, kept, strict=True)
     )
-    return alive.kept(kept), extra
+    return alive.kept(kept, [sum(option.peak.waiting for option in chunk) for chunk in chosen]), extra
 
 
 def host_bytes_of(chosen: Sequence[Sequence[RecomputeOption]], alive: Alive) -> int:
@@ -159,7 +167,8 @@ class RecomputeFront:
     @cached_property
     def _chunks(self) -> list[ChunkChoices]:
         """The choices of each chunk; none if there are too many to try all."""
-        found = [_choices_of(tuple(chunk), self._counts_host) for chunk in self.chunks]
+        counted = (*["host"] * self._counts_host, *["waiting"] * bool(self.alive.waiting))
+        found = [_choices_of(tuple(chunk), counted) for chunk in self.chunks]
         possible = [choices for choices in found if choices is not None]
         few = len(possible) == len(found) and math.prod(len(choices.seconds) for choices in possible) <= EXACT
         return possible if few else []
@@ -175,20 +184,24 @@ class RecomputeFront:
 
     def _all(self) -> tuple[Floats, Floats, Callable[[Counts], list[Counts]]]:
         """Return the seconds and bytes of all choices, and what gives the counts of some of them."""
-        alive, seconds, extra = self.alive, np.zeros(1), np.zeros(1)
-        kept = [np.zeros(1) for _ in alive.rows]
+        seconds, extra, kept = np.zeros(1), np.zeros(1), [np.zeros(1) for _ in self.alive.rows]
         for c, own in enumerate(self._chunks):
             seconds = np.add.outer(seconds, own.seconds).ravel()
             extra = np.maximum.outer(extra, own.extra).ravel()
-            rows = zip(kept, alive.rows, strict=True)
-            kept = [np.add.outer(before, row[c] * own.kept).ravel() for before, row in rows]
+            rows = zip(kept, self._held(c, own.kept, own.waiting), strict=True)
+            kept = [np.add.outer(before, held).ravel() for before, held in rows]
         shape = [len(own.seconds) for own in self._chunks]
 
         def counts(some: Counts) -> list[Counts]:
             chosen = zip(self._chunks, np.unravel_index(some, shape), strict=True)
             return [table[at] for own, at in chosen for table in own.counts]
 
-        return seconds, np.rint(np.maximum.reduce(kept) / alive.parts) + extra, counts
+        return seconds, np.rint(np.maximum.reduce(kept) / self.alive.parts) + extra, counts
+
+    def _held(self, chunk: int, kept: Floats, waiting: Floats) -> list[Floats]:
+        """Return what the microbatches of a chunk hold at each candidate memory peak."""
+        each = zip(self.alive.rows, self.alive.waiting or [()] * len(self.alive.rows), strict=True)
+        return [row[chunk] * kept + (later[chunk] * waiting if later else 0.0) for row, later in each]
 
     def _some(self) -> tuple[Floats, Floats, Callable[[Counts], list[Counts]]]:
         """Return the same of the choices in order of bytes saved per second."""
@@ -202,36 +215,47 @@ class RecomputeFront:
             own = [group for group in every if group[1][0][0] == c]
             held, beyond = _bytes_of_chunk(own, len(chunk), outer=False)
             extra = np.maximum(extra, beyond)
-            kept = [before + row[c] * held for before, row in zip(kept, self.alive.rows, strict=True)]
+            waits = sum((table @ _VALUES["waiting"](options) for options, _, table in own), np.zeros(1))
+            kept = [before + more for before, more in zip(kept, self._held(c, held, waits), strict=True)]
         nbytes = np.rint(np.maximum.reduce(kept) / self.alive.parts) + extra
         return seconds, nbytes, lambda some: [table[some] for table in tables]
 
 
 class ChunkChoices(NamedTuple):
-    """Choices for the blocks of a chunk: seconds, bytes kept of a microbatch, bytes of the peak beyond them, and the
-    number of blocks per option of each group of equal blocks, [choice, option]."""
+    """Choices for the blocks of a chunk: seconds, bytes kept of a microbatch, bytes of the peak beyond them, bytes held
+    until W if they are counted, and the number of blocks per option of each group of equal blocks, [choice, option]."""
 
     seconds: Floats
     kept: Floats
     extra: Floats
+    waiting: Floats
     counts: list[Counts]
 
 
+_VALUES: Mapping[str, Callable[[RecomputeOptions], Floats]] = {  # of options, in addition to those of all choices
+    "host": lambda options: np.array([float(option.host) for option in options]),
+    "waiting": lambda options: np.array([float(option.peak.waiting) for option in options]),
+}
+
+
 @lru_cache(maxsize=4096)
-def _choices_of(chunk: tuple[RecomputeOptions, ...], counts_host: bool) -> ChunkChoices | None:
-    """Return the choices for a chunk that no other is as good as in every way; None if there are too many to try."""
+def _choices_of(chunk: tuple[RecomputeOptions, ...], counted: tuple[str, ...]) -> ChunkChoices | None:
+    """Return the choices for a chunk that no other is as good as in every way, those of `counted` included; None if
+    there are too many to try."""
     groups = _groups([chunk])
     shape = [math.comb(len(where) + len(options) - 1, len(where)) for options, where in groups]
     if math.prod(shape) > EXACT:
         return None
-    tables, seconds, host = [_compositions(len(where), len(options)) for options, where in groups], _NONE, _NONE
+    tables, seconds = [_compositions(len(where), len(options)) for options, where in groups], _NONE
+    more = dict.fromkeys(counted, _NONE)
     for (options, _), table in zip(groups, tables, strict=True):
         seconds = np.add.outer(seconds, table @ np.array([w.recompute_s for w in options])).ravel()
-        host = np.add.outer(host, table @ np.array([float(counts_host * w.host) for w in options])).ravel()
+        more = {name: np.add.outer(n, table @ _VALUES[name](options)).ravel() for name, n in more.items()}
     kept, extra = _bytes_of_chunk([(*group, table) for group, table in zip(groups, tables, strict=True)], len(chunk))
-    order = _unbeaten(np.lexsort((host, extra, kept, seconds)), (kept, extra, *([host] if counts_host else [])))
+    order = _unbeaten(np.lexsort((*more.values(), extra, kept, seconds)), (kept, extra, *more.values()))
     counts = [table[at] for table, at in zip(tables, np.unravel_index(order, shape), strict=True)]
-    return ChunkChoices(seconds[order], kept[order], extra[order], counts)
+    waiting = more.get("waiting", np.zeros_like(seconds))
+    return ChunkChoices(seconds[order], kept[order], extra[order], waiting[order], counts)
 
 
 def _unbeaten(order: Counts, kinds: Sequence[Floats]) -> Counts:

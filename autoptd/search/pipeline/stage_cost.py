@@ -34,6 +34,7 @@ from autoptd.search.pipeline.recompute_options import (
     decreasing_memory,
     host_bytes_of,
     most_saving,
+    without_waiting,
 )
 from autoptd.search.pipeline.windows import Floats
 
@@ -79,16 +80,16 @@ class StageCost:
         self._known: dict[tuple[bool, tuple[int, ...]], _Key] = {}
         self._spans: dict[_Key, SegmentRange] = {}
         self._states: dict[_Key, tuple[Memory, int]] = {}
-        self._choices: dict[tuple[_Key, int], RecomputeChoice | None] = {}
-        self._options: dict[tuple[_Key, int], tuple[StageOption, ...]] = {}
-        self._costs: dict[tuple[_Key, int], ChunkCost] = {}
+        self._choices: dict[tuple[_Key, Alive], RecomputeChoice | None] = {}
+        self._options: dict[tuple[_Key, Alive], tuple[StageOption, ...]] = {}
+        self._costs: dict[tuple[_Key, Alive | None], ChunkCost] = {}
 
     # ---- seconds ----
 
-    def cost(self, first: int, last: int, alive: int) -> ChunkCost | None:
+    def cost(self, first: int, last: int, alive: Alive) -> ChunkCost | None:
         """Return the cost with the fastest recomputation that fits with `alive` microbatches in flight, or None.
 
-        Other chunks of the rank are assumed to be equal to this one.
+        Other chunks of the rank are assumed to be equal to this one: `alive` is of one chunk (`Alive.alike`).
         """
         key, choice = (self._key(first, last), alive), self._choice(first, last, alive)
         if choice is None:
@@ -97,38 +98,37 @@ class StageCost:
             self._costs[key] = self._chunk(first, last, choice)
         return self._costs[key]
 
-    def _choice(self, first: int, last: int, alive: int) -> RecomputeChoice | None:
+    def _choice(self, first: int, last: int, alive: Alive) -> RecomputeChoice | None:
         key = self._key(first, last), alive
         if key not in self._choices:
             span, state = self.span(first, last), self._state(first, last)
-            self._choices[key] = self.choose([span], *state, Alive(((alive,),)), self.method.virtual)
+            self._choices[key] = self.choose([span], *state, alive, self.method.virtual)
         return self._choices[key]
 
     def _chunk(self, first: int, last: int, choice: RecomputeChoice) -> ChunkCost:
         return self.chunks.chunk(first, last, self.policies(first, self.span(first, last), choice.chosen[0]))
 
-    def options(self, first: int, last: int, alive: int) -> tuple[StageOption, ...]:
+    def options(self, first: int, last: int, alive: Alive) -> tuple[StageOption, ...]:
         """Return the fastest recompute option that fits with `alive` microbatches in flight, after faster ones."""
         key, best = (self._key(first, last), alive), self._choice(first, last, alive)
         if best is None:
             return ()
         if key not in self._options:
             span = self.span(first, last)
-            quicker = (
-                c for c in decreasing_memory([span.options], Alive(((alive,),))) if c.recompute_s < best.recompute_s
-            )
+            every = decreasing_memory([span.options], alive)
+            quicker = (choice for choice in every if choice.recompute_s < best.recompute_s)
             self._options[key] = tuple(self._option(first, last, choice, alive) for choice in (*quicker, best))
         return self._options[key]
 
-    def _option(self, first: int, last: int, choice: RecomputeChoice, alive: int) -> StageOption:
+    def _option(self, first: int, last: int, choice: RecomputeChoice, alive: Alive) -> StageOption:
         (state, upcast), cost = self._state(first, last), self._chunk(first, last, choice)
         needed = self._needed(state, upcast, choice.kept, choice.extra, self.method.virtual)
-        on_host = state.host + self.host_bytes(choice, Alive(((alive,),)), self.method.virtual)
+        on_host = state.host + self.host_bytes(choice, alive, self.method.virtual)
         return StageOption(cost.forward_s + cost.backward_s, max(needed / self.limit, on_host / self.host_limit))
 
     def least_cost(self, first: int, last: int) -> ChunkCost:
         """Return the cost without recomputation."""
-        key = self._key(first, last), 0
+        key = self._key(first, last), None
         if key not in self._costs:
             self._costs[key] = self.chunks.chunk(first, last, {})
         return self._costs[key]
@@ -188,19 +188,19 @@ class StageCost:
 
     # ---- bytes ----
 
-    def over_bytes(self, first: int, last: int, alive: int) -> float:
+    def over_bytes(self, first: int, last: int, alive: Alive) -> float:
         """Return by how many bytes a stage of these segments exceeds its memory under the most saving recomputation."""
-        kept, extra = bytes_of(most_saving([self.span(first, last).options]), Alive(((alive,),)))
+        kept, extra = bytes_of(most_saving([self.span(first, last).options]), alive)
         return self._needed(*self._state(first, last), kept, extra, self.method.virtual) - self.limit
 
-    def over_host_bytes(self, first: int, last: int, alive: int) -> float:
+    def over_host_bytes(self, first: int, last: int, alive: Alive) -> float:
         """Return by how many bytes such a stage exceeds its host's memory, with the fastest recomputation that fits on
         the device; 0 if none does."""
-        (state, upcast), held, chunks = self._state(first, last), Alive(((alive,),)), self.method.virtual
-        choice = self.choose([self.span(first, last)], state, upcast, held, chunks, host_limit=math.inf)
+        (state, upcast), chunks = self._state(first, last), self.method.virtual
+        choice = self.choose([self.span(first, last)], state, upcast, alive, chunks, host_limit=math.inf)
         if choice is None:
             return 0.0
-        return state.host + self.host_bytes(choice, held, chunks) - self.host_limit
+        return state.host + self.host_bytes(choice, alive, chunks) - self.host_limit
 
     @property
     def budget_bytes(self) -> float:
@@ -258,14 +258,18 @@ class StageCost:
         if key not in self._spans:
             blocks = tuple(self.blocks.within(first, last))
             received = [block[0] == first > 0 for block in blocks]
-            options = [(self.blocks.options_of(*both), both) for both in zip(blocks, received, strict=True)]
+            both = list(zip(blocks, received, strict=True))
+            options = [self.blocks.options_of(*block) for block in both]
             limited = self.blocks.offloads and self.host_limit < math.inf
+            more = [self.blocks.options_counting_host(*block) for block in both if limited]
+            if first == 0:  # no gradient leaves this stage: its B does everything
+                options, more = ([without_waiting(own) for own in found] for found in (options, more))
             self._spans[key] = SegmentRange(
                 tuple(tuple(i - first for i in block) for block in blocks),
                 tuple(self.blocks.kinds_of(block) for block in blocks),
-                tuple(own for own, _ in options),
+                tuple(options),
                 first > 0,
-                tuple(self.blocks.options_counting_host(*both) for _, both in options if limited),
+                tuple(more),
             )
         return self._spans[key]
 

@@ -89,9 +89,9 @@ class Stages:
         return self.stage_costs[self._of_stages[stage][0]]
 
     @cached_property
-    def _of_stages(self) -> list[tuple[int, int]]:
-        """The index of each stage in `stage_costs`, and the peak number of in-flight microbatches on its rank."""
-        ranks = [(pool, self.held(rank).chunks) for rank, pool in enumerate(self._pools)]
+    def _of_stages(self) -> list[tuple[int, Alive]]:
+        """The index of each stage in `stage_costs`, and the in-flight microbatches of its rank if chunks are alike."""
+        ranks = [(pool, self.held(rank).alike) for rank, pool in enumerate(self._pools)]
         return [ranks[rank] for rank in map(self.candidate.route.holder, range(self.count))]
 
     @cached_property
@@ -176,8 +176,8 @@ class Stages:
         """Number of stages: chunks of all pipeline ranks."""
         return self.candidate.pp * self.method.virtual
 
-    def alive(self, stage: int) -> int:
-        """Return the peak number of in-flight microbatches, summed over chunks, on the pipeline rank of a stage."""
+    def alive(self, stage: int) -> Alive:
+        """Return the in-flight microbatches of the pipeline rank of a stage, summed over chunks, which are alike."""
         return self._of_stages[stage][1]
 
     def held(self, rank: int) -> Alive:
@@ -232,23 +232,23 @@ class Stages:
     @cached_property
     def problem(self) -> PartitionProblem:
         """The input of the search for cuts."""
-        first, v = self.stage_costs[0], self.method.virtual
-        kept, least_kept = first.blocks.kept
+        first, (kept, least_kept) = self.stage_costs[0], self.stage_costs[0].blocks.kept
         return PartitionProblem(
             names=self.chunks.names,
-            base_s=tuple(stage_cost.base_s for stage_cost in self.stage_costs),
+            base_s=tuple(cost.base_s for cost in self.stage_costs),
             send_s=2 * self.chunks.messages.send_table_s(),
-            alive=tuple(self.alive(k) for k in range(self.count)),
+            alive=tuple(self.alive(k).chunks for k in range(self.count)),
+            alike=tuple(map(self._of_stages.index, self._of_stages)),
             pools=tuple(pool for pool, _ in self._of_stages),
-            state=np.minimum.reduce([stage_cost.state for stage_cost in self.stage_costs]) * v,
+            state=np.minimum.reduce([cost.state for cost in self.stage_costs]) * self.method.virtual,
             kept=kept,
             least_kept=least_kept,
-            recompute_s=tuple(stage_cost.blocks.recompute_s for stage_cost in self.stage_costs),
-            budget_bytes=tuple(stage_cost.bound_bytes for stage_cost in self.stage_costs),
+            recompute_s=tuple(cost.blocks.recompute_s for cost in self.stage_costs),
+            budget_bytes=tuple(cost.bound_bytes for cost in self.stage_costs),
             temporary=first.blocks.temporary,
             whole_from=first.blocks.starts,
             waste=FRAGMENTATION_LEAST,
-            forward_share=max(stage_cost.forward_share for stage_cost in self.stage_costs),
+            forward_share=max(cost.forward_share for cost in self.stage_costs),
             uncut=self.method.uncut,
         )
 

@@ -32,7 +32,8 @@ class PartitionProblem:
 
     `names`: equal for segments that cost the same anywhere; `base_s`: least seconds of each segment, by device type;
     `send_s`: added to a stage that ends there, [stage, segment], 0 for the last of either. For each stage, `alive`:
-    in-flight microbatches (chunks); `pools`: its device type.
+    in-flight microbatches (chunks); `pools`: its device type; `alike`: the first stage on which any segments cost the
+    same, by default one with the same two.
 
     Memory: a stage holds the `state` of its segments and, per in-flight microbatch, their `kept` bytes, which
     recomputation reduces to no less than `least_kept` at `recompute_s` seconds per byte (by device type). A stage that
@@ -54,6 +55,7 @@ class PartitionProblem:
     budget_bytes: tuple[float, ...]
     temporary: Floats = field(default_factory=lambda: np.zeros(1))
     whole_from: Ints = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    alike: tuple[int, ...] = ()
     waste: float = 0.0
     forward_share: float = 0.5
     uncut: frozenset[int] = frozenset()
@@ -159,14 +161,12 @@ class Windows:
 
         Equal contents are measured once for equal stages."""
         at = np.nonzero(self._usable(wanted))
-        alive = (np.array(self.problem.alive, dtype=np.uint64) << np.uint64(8)) + np.array(
-            self.problem.pools, dtype=np.uint64
-        )
-        alive *= np.uint64(_ODD)
-        contents = self._contents[at[1], at[2]] ^ alive[at[0]]
+        stages = list(zip(self.problem.alive, self.problem.pools, strict=True))
+        alike = np.array(self.problem.alike or [stages.index(stage) for stage in stages], dtype=np.uint64)
+        contents = self._contents[at[1], at[2]] ^ ((alike + np.uint64(1)) * np.uint64(_ODD))[at[0]]
         _, first, which = np.unique(contents, return_index=True, return_inverse=True)
-        stages, ends, lengths = (axis[first].tolist() for axis in at)
-        values = [measure(k, e - n, e) or _IMPOSSIBLE for k, e, n in zip(stages, ends, lengths, strict=True)]
+        runs = zip(*(axis[first].tolist() for axis in at), strict=True)
+        values = [measure(k, e - n, e) or _IMPOSSIBLE for k, e, n in runs]
         table = np.array(values, dtype=float).reshape(-1, 2)
         forward, backward = np.full(self._shape, np.inf), np.full(self._shape, np.inf)
         forward[at], backward[at] = table[which, 0], table[which, 1]

@@ -41,12 +41,13 @@ def random_menu(rng: random.Random, orderly: bool = True) -> RecomputeOptions:
     """Make up to four options. `orderly`: the less an option saves, the further its peak is above what it saves,
     since the recomputed tensors come back, and nothing else."""
     kept, above = rng.randint(5, 30), rng.randint(0, 10)
-    ways = [RecomputeOption("none", 0.0, Peak(kept, kept + above // 2, kept + above))]
+    ways = [RecomputeOption("none", 0.0, Peak(kept, kept + above // 2, kept + above, rng.choice([0, 5])))]
     for policy in rng.sample(POLICIES[1:], rng.randint(0, 3)):
         less = rng.randint(0, kept)
         above = above + rng.randint(0, kept - less + 5) if orderly else rng.randint(0, 30)
         kept = less if orderly else kept
-        ways.append(RecomputeOption(policy, float(rng.randint(0, 9)), Peak(less, less, less + above)))
+        later = rng.choice([0, 5])
+        ways.append(RecomputeOption(policy, float(rng.randint(0, 9)), Peak(less, less, less + above, later)))
     return undominated(ways)
 
 
@@ -67,7 +68,12 @@ def random_rank(seed: int, orderly: bool = True) -> tuple[Chunks, Alive, int]:
 def random_alive(rng: random.Random, chunks: int) -> Alive:
     if rng.random() < 0.5:
         return Alive(((rng.randint(1, 4) * chunks,) * chunks,), chunks)
-    return Alive(tuple(tuple(rng.randint(0, 5) for _ in range(chunks)) for _ in range(rng.randint(1, 3))))
+    n = rng.randint(1, 3)
+    rows, waiting = (
+        tuple(tuple(rng.randint(0, most) for _ in range(chunks)) for _ in range(count))
+        for most, count in ((5, n), (3, n))
+    )
+    return Alive(rows, waiting=waiting if rng.random() < 0.5 else ())
 
 
 def _first(chunks: Chunks) -> list[tuple[RecomputeOption, ...]]:
@@ -193,6 +199,10 @@ def test_bytes_by_hand() -> None:
     # in a V: 3 of the one and 2 of the other, or 4 and 1
     assert bytes_of([(none,), (full,)], Alive(((3, 2), (4, 1)))) == (84, 30)
     assert bytes_of([(full,), (none,)], Alive(((3, 2), (4, 1)))) == (52, 30)
+    # of them, one of the first chunk or two of the second wait for their W, with 7 bytes each
+    later = none._replace(peak=none.peak._replace(waiting=7))
+    assert bytes_of([(later,), (full,)], Alive(((3, 2), (4, 1)), waiting=((0, 2), (1, 0)))) == (91, 30)
+    assert bytes_of([(full,), (later,)], Alive(((3, 2), (4, 1)), waiting=((0, 2), (1, 0)))) == (66, 30)
 
 
 def test_half_a_stage_recomputes_where_half_does() -> None:
