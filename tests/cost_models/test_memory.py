@@ -166,7 +166,7 @@ def test_a_vee_is_counted_by_chunk_whatever_the_chunks_weigh():
 
 
 def test_what_waits_for_its_second_half_is_counted():
-    """If any number of any row were one less, an action list would hold more than is counted."""
+    """Count one less in any row, and an action list holds more than is counted."""
     for kind, chunks in (("zero-bubble", 1), ("zero-bubble-v", 2)):
         for stages, microbatches in itertools.product(range(1, 7), range(1, 19)):
             lists = step_lists(kind, stages, microbatches, chunks)

@@ -49,8 +49,8 @@ def test_what_is_asked_for_is_planned(traced: autoptd.TracedModel, tmp_path: Pat
 def test_the_first_rank_holds_most_of_its_first_chunk(traced: autoptd.TracedModel) -> None:
     """The rank holds 7 + 1 or 8 + 0 microbatches of its two chunks, of which the second saves the logits.
 
-    Of a layer, a microbatch holds for its W the gradients of 11 times as many numbers as the layer receives. On the other
-    ranks 8 microbatches are held and one waits, or at the end of a step 6 and 5 of them, or 7 and all of them.
+    Of a layer, a microbatch holds for its W the gradients of 11 times as many numbers as the layer receives. On the
+    other ranks 8 microbatches are held and one waits, or at the end of a step 6 and 5 of them, or 7 and all of them.
     """
     fix = {"schedule": "zero-bubble-v", "recompute": "none", "stages": "even", **PIPELINE}
     first, *others = (row["activations"] for row in autoptd.plan(traced, **ASKED, fix=fix).predicted.memory)
