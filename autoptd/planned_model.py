@@ -69,11 +69,12 @@ class PlannedModel:
         self._given: Mapping[str, Tensor] = {}
         self._ahead = False  # whether a step was taken since the values were noted
         for hook in [hook for _, m in found for hook in m._state_dict_pre_hooks.values()]:
-            if isinstance(hook, _Warning) and hook.is_behind:
+            if isinstance(hook, _SavedBehind) and hook.is_behind:
                 text = "the model has the values that its training began with, from which this one begins again"
                 warnings.warn(f"{text}: to go on, call model.load_state_dict(par.state_dict()) first", stacklevel=6)
                 break
-        model.register_state_dict_pre_hook(_Warning(self))
+        model.register_state_dict_pre_hook(_SavedBehind(self))
+        model.register_forward_pre_hook(_CalledBehind(self))
 
     def gave(self, state: Mapping[str, Tensor]) -> None:
         """Note trained tensors that were given to the user, who may load them into the model to evaluate it."""
@@ -160,26 +161,39 @@ def _slots(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Mapping[
     return [slot for slot in held if not slot[1][slot[2]].is_meta]  # type: ignore[union-attr]
 
 
-class _Warning:
-    """A hook that warns whoever asks a model for its `state_dict`, as to save it, while that is behind.
+class _Behind:
+    """A hook that warns whoever uses a model that was planned, while its trained values are elsewhere.
 
     Copies of the model, also through a file, are models of their own: they do not warn."""
 
     def __init__(self, planned: PlannedModel | None = None) -> None:
         self._planned = planned
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.is_behind and not keep_vars:
-            text = "this state_dict has the values that training began with, and par.state_dict() has those of now"
-            warnings.warn(f"{text}: save that, or load it into the model first", stacklevel=3)
-
     @property
     def is_behind(self) -> bool:
         """True if the model is one that was planned, and its trained values are elsewhere."""
         return self._planned is not None and self._planned.is_behind
 
-    def __reduce__(self) -> tuple[type[_Warning], tuple[()]]:
-        return _Warning, ()
+    def __reduce__(self) -> tuple[type[_Behind], tuple[()]]:
+        return type(self), ()
+
+
+class _SavedBehind(_Behind):
+    """Warns whoever asks for the model's `state_dict`, as to save it."""
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self.is_behind and not keep_vars:
+            text = "this state_dict has the values that training began with, and par.state_dict() has those of now"
+            warnings.warn(f"{text}: save that, or load it into the model first", stacklevel=3)
+
+
+class _CalledBehind(_Behind):
+    """Warns whoever calls the model, as to evaluate it."""
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if self.is_behind:
+            text = "the model is called with the values that training began with: for those of now, call "
+            warnings.warn(f"{text}par.eval_step, or model.load_state_dict(par.state_dict()) first", stacklevel=5)
 
 
 class _NotedTensors:
@@ -247,7 +261,8 @@ def _structure(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _hooks(module: nn.Module) -> list[int]:
-    return [key for kind in _HOOKS for key in getattr(module, kind)]
+    found = ((key, hook) for kind in _HOOKS for key, hook in getattr(module, kind).items())
+    return [key for key, hook in found if not isinstance(hook, _Behind)]
 
 
 def _tensor_hooks(p: Tensor) -> list[int]:

@@ -328,6 +328,31 @@ def test_the_values_before_training_are_not_saved_unnoticed() -> None:
 
 
 @pytest.mark.fault("a changed model")
+def test_the_values_before_training_are_not_evaluated_unnoticed() -> None:
+    torch.manual_seed(0)
+    model, batch = Annealed(), {"x": torch.randn(4, 4)}
+    parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
+
+    def warns(called: nn.Module) -> bool:
+        with warnings.catch_warnings(record=True) as seen, torch.no_grad():
+            warnings.simplefilter("always")
+            called(batch["x"])
+        assert all(each.filename == __file__ for each in seen)
+        return any("called with the values that training began with" in str(each.message) for each in seen)
+
+    assert not warns(model)
+    parallel.train_step(batch)
+    assert warns(model) and not warns(copy.deepcopy(model)) and not warns(pickle.loads(pickle.dumps(model)))
+    parallel.eval_step(batch)
+    model.load_state_dict(parallel.state_dict())
+    assert not warns(model)
+    other = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
+    parallel.train_step(batch)  # beside another program of the same model
+    other.train_step(batch)
+    assert warns(model)
+
+
+@pytest.mark.fault("a changed model")
 def test_a_model_is_not_trained_from_its_old_values_unnoticed() -> None:
     torch.manual_seed(0)
     model, batch = Annealed(), {"x": torch.randn(4, 4)}
