@@ -155,6 +155,7 @@ SAMPLED = {
     "parity/test_parity_schedules.py::test_mixtures_and_encoder_decoders": 6,
     "parity/test_parity_schedules.py::test_most_of_the_weights_come_later": 0,
     "parity/test_parity_schedules.py::test_partial_gradients_are_not_sent_by_scatter_gather": 0,
+    "parity/test_parity_schedules.py::test_what_a_backward_pass_holds_for_its_second_half_is_predicted": 4,
     "parity/test_parity_shared_inputs.py::test_an_input_that_is_said_to_be_shared_is": 28,
     "parity/test_parity_sizes.py::test_loops_that_treat_all_samples_alike": 0,
     "parity/test_parity_statistics.py::test_normalised_as_on_one_process": 12,
