@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from autoptd.compile.traced import TracedModel
-from autoptd.cost_models.memory import D, K, N, U, formulas, in_flight
+from autoptd.cost_models.memory import D, K, N, U, alive, formulas
 from autoptd.explain.plan import WIDTH, headline, render
 from autoptd.explain.tables import columns
 from autoptd.passes.analysis.activations import nbytes, symbolic_bytes
@@ -72,15 +72,16 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
         policy = next((held[s.index] for s in segments if s.index in held), "none")
         blocks.append(_block(segments, sharding, workbook, policy, names, number, plan))
     stages, schedule = plan.mesh.pp, plan.schedule
-    flying = [in_flight(i, stages, schedule.microbatches, schedule.kind, schedule.virtual) for i in range(stages)]
+    counts = [alive(i, stages, schedule.microbatches, schedule.kind, schedule.virtual) for i in range(stages)]
+    waiting = [max(sum(row[i == 0 :]) for row in each.waiting) for i, each in enumerate(counts) if each.waiting]
     return {
         "state": {name: str(text) for name, text in state.items()},
         "blocks": blocks,
         "sizes": {str(symbol): size for size, symbol in names.items() if symbol.is_Symbol}
         | {str(RANKS): sharding.ranks}
         | ({str(_TOKEN_RANKS): plan.mesh.cp} if plan.mesh.cp > 1 else {}),
-        "in_flight": flying,
-    }
+        "in_flight": [each.chunks for each in counts],
+    } | ({"waiting": waiting} if waiting else {})
 
 
 def _block(
@@ -97,7 +98,7 @@ def _block(
     found = moments.kept
     if cp > 1 and plan.method.context == "ring":  # which saves no converted masks
         found = tuple(k for k in found if not k.storage.name.endswith(CONVERTED))
-    where, _ = moments.fullest(number, sharding.ranks, cp)
+    where, peak = moments.fullest(number, sharding.ranks, cp)[0], moments.peak(number, sharding.ranks, cp)
     formula = symbolic_bytes(found, names)
     if cp > 1:  # a rank has the rows of its own tokens, of attention scores too
         terms = sympy.Add.make_args(formula)
@@ -107,7 +108,8 @@ def _block(
         "recompute": policy,
         "kept": str(sympy.collect(formula, [BATCH * RANKS**-1, BATCH])),
         "kept_bytes": nbytes(found, number, sharding.ranks, cp),
-        "temporary_bytes": moments.peak(number, sharding.ranks, cp).temporary,
+        "temporary_bytes": peak.temporary,
+        "waiting_bytes": peak.waiting,
         "fullest": where,
     }
 
@@ -142,12 +144,16 @@ def explain_memory(plan: Plan, source: TracedModel, sharding: Sharding, width: i
     state = columns("part", "bytes", gap=1)
     for name, text in data["state"].items():
         state.add_row(name, _readable(text))
-    blocks = columns("block", "saved per microbatch, bytes", "MiB", "temporary peak, MiB", "at", gap=1)
+    waits = {"waiting_bytes": "from B to W, MiB"} if "waiting" in data else {}
+    amounts = {"kept_bytes": "MiB", **waits, "temporary_bytes": "temporary peak, MiB"}
+    blocks = columns("block", "saved per microbatch, bytes", *amounts.values(), "at", gap=1)
     for row in data["blocks"]:
         policy = "" if row["recompute"] == "none" else f" ({row['recompute']} recompute)"
-        cells = [f"{row[key] / _MIB:,.1f}" for key in ("kept_bytes", "temporary_bytes")]
+        cells = [f"{row[key] / _MIB:,.1f}" for key in amounts]
         blocks.add_row(f"{row['block']}{policy}", _readable(row["kept"]), *cells, row["fullest"])
-    flying = ", ".join(map(str, data["in_flight"]))
+    flying = f"In-flight microbatches, by stage: {', '.join(map(str, data['in_flight']))}"
+    if waits:
+        flying += f"; of them between B and W: {', '.join(map(str, data['waiting']))}"
     return render(
         [
             Text(headline(plan)),
@@ -159,7 +165,7 @@ def explain_memory(plan: Plan, source: TracedModel, sharding: Sharding, width: i
             Text(f"Activations of a rank: {sizes}"),
             Padding(blocks, (0, 0, 0, 2)),
             Text(""),
-            Text(f"In-flight microbatches, by stage: {flying}"),
+            Text(flying),
         ],
         width,
     )

@@ -80,6 +80,17 @@ def test_formulas_of_a_cp_rank() -> None:
     assert found[1] == found[0] / 2
 
 
+def test_what_a_split_backward_pass_holds_is_said(source: TracedModel, planned: Any) -> None:
+    fix = {"dp": 1, "pp": 3, "recompute": "none", "micro": 1, "schedule": "zero-bubble"}
+    plan = autoptd.plan(source, world=3, cluster="dgx-h100", batch=8, fix=fix)
+    data = memory_data(plan, source, sharding := read_sharding(source, plan))
+    assert data["in_flight"] == [3, 3, 3] and data["waiting"] == [0, 2, 3]
+    layer = next(b for b in data["blocks"] if b["block"].startswith("transformer.h"))
+    assert layer["waiting_bytes"] == 11 * 64 * 192 * 2
+    assert "of them between B and W: 0, 2, 3" in " ".join(explain_memory(plan, source, sharding).split())
+    assert "between B and W" not in explain_memory(*planned)
+
+
 def test_text(planned: tuple[Plan, TracedModel, Sharding]) -> None:
     text = explain_memory(*planned)
     assert "12 n/d" in text and "h = 192" in text and "transformer.h.*" in text
