@@ -17,6 +17,7 @@ from torch import fx
 from autoptd.codegen.blocks import BlockNames, BlockSegments
 from autoptd.codegen.body import Body, Made, local_shape_text
 from autoptd.codegen.expressions import size_text
+from autoptd.codegen.freeing import free_early
 from autoptd.codegen.names import Names, hint, variable
 from autoptd.codegen.quoting import code_of, in_docstring, is_name, literal
 from autoptd.codegen.recompute import in_place_of, recomputation_of
@@ -171,6 +172,8 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
         setup = _own_setup(layout, sharding, piece, body, own)
     results = piece.sends(folded)
     returned = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in results]
+    if not parts:
+        body.lines = free_early(layout, sharding, (replace(piece, block=""),), results, body.lines, body.assigned)
     size_lines, passed = size_reads(body, given, sharding)
     axes = tuple(axis for axis in AXES if _uses_axis(body.lines, axis) or any(axis in part.axes for part in parts))
     source = _source(piece, body, axes, setup, given, size_lines, passed, returned)

@@ -134,6 +134,7 @@ class BlockNames:
     regather: bool = False  # see `gathers` there
     fast_dropout: bool = False  # see `dropout` there
     rings: bool = False  # products around the ring of tp
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of a microbatch, for which memory was planned
 
     def prefix_of(self, segment: int) -> str:
         """Return the dotted path of the instance that a segment belongs to."""
@@ -148,6 +149,7 @@ def name_blocks(
     regather: bool = False,
     fast_dropout: bool = False,
     rings: bool = False,
+    sizes: Mapping[str, int] | None = None,
 ) -> BlockNames:
     """Choose the names of blocks for all stages. Raises TraceError for parameters with names that emitted code uses.
 
@@ -169,7 +171,9 @@ def name_blocks(
     for block in blocks:  # parts have their names before blocks that do not repeat
         if any(classes[block.like] == part.block for found in parts.values() for part in found):
             classes[block.like] = _fresh_class(classes[block.like], used)
-    return BlockNames(folded, owned, prefixes, classes, parts, loss_in_place, regather, fast_dropout, rings)
+    return BlockNames(
+        folded, owned, prefixes, classes, parts, loss_in_place, regather, fast_dropout, rings, sizes or {}
+    )
 
 
 def _find_parts(

@@ -59,6 +59,8 @@ class Body:
     uses_device: bool = False
     called: Mapping[fx.Node, str] = field(default_factory=dict)  # names of variables that blocks read and replace
     made: list[Made] = field(default_factory=list)  # by each line that assigns, in order
+    assigned: list[tuple[int, Made]] = field(default_factory=list)  # and the line, without those of recomputed cores
+    within: bool = False  # the lines are those of a recomputed core
     recomputation: Recomputation = field(default_factory=Recomputation)  # recomputed and kept ops of these segments
     in_place: Mapping[str, bool] = field(default_factory=dict)  # losses in place; False: in a copy of the logits
     fast_dropout: bool = False  # attention draws its masks by torch's kernel
@@ -100,8 +102,13 @@ class Body:
         if (tensor_name(node), str(needed)) in self.recomputation.kept_conversions:
             call = kept_text(call)
         self.lines.append(f"{name} = {call}  # {note}")
-        self.made.append((name, node, needed))
+        self._assign(name, node, needed)
         return name
+
+    def _assign(self, name: str, node: fx.Node, placement: Placement) -> None:
+        self.made.append((name, node, _plain(node, placement)))
+        if not self.within:
+            self.assigned.append((len(self.lines) - 1, self.made[-1]))
 
     def _serves_once(self, node: fx.Node, given: Placement, needed: Placement) -> bool:
         """Return whether a tensor is only read in the needed placement, so that the result can reuse its variable."""
@@ -175,7 +182,7 @@ class Body:
                 key = tensor_name(operand), str(placement)
                 if operand in given and key not in self.recomputation.core_conversions:
                     self.read(operand, given[operand], placement)
-        outer, self.lines = self.lines, []
+        outer, self.lines, self.within = self.lines, [], True
         before = dict(self.held)
         for i, node in run:
             write(i, node)
@@ -186,7 +193,7 @@ class Body:
         known -= TAKEN | {str(symbol) for symbol in self.sizes}
         own = {text for key, text in self.held.items() if before.get(key) != text} - set(results)
         self.held = {key: text for key, text in self.held.items() if text not in own}
-        lines, self.lines = self.lines, outer
+        lines, self.lines, self.within = self.lines, outer, False
         self.lines += core_lines(self.names.fresh("core"), lines, known, results)
 
     def _op(
@@ -220,7 +227,7 @@ class Body:
         for output, placement, name in zip(outputs, strategy.gives, names, strict=True):
             if output is not None:
                 self.held[output, _plain(output, placement)] = name
-                self.made.append((name, output, _plain(output, placement)))
+                self._assign(name, output, placement)
 
     def _gathered(
         self, gather: RingGather, strategies: Mapping[fx.Node, Strategy], given: dict[fx.Node, Placement]
@@ -232,7 +239,7 @@ class Body:
         for node, name in zip(gather.products, names, strict=True):
             given[node] = strategies[node].gives[0]
             self.bind(node, given[node], name)
-            self.made.append((name, node, _plain(node, given[node])))
+            self._assign(name, node, given[node])
 
     def _forget(self, node: fx.Node) -> None:
         for key in [k for k in self.held if k[0] is node]:

@@ -102,12 +102,22 @@ def emit_program(
     regather: bool = False,
     fast_dropout: bool = False,
     rings: bool = False,
+    sizes: Mapping[str, int] | None = None,
 ) -> Program:
     """Write the source of every distinct stage and block of a plan. `regather`: re-gather in backward; `rings`:
-    multiply around the ring of tp."""
+    multiply around the ring of tp. `sizes`: those of a microbatch, for which memory was planned; without them, tensors
+    are not freed before their functions return."""
     starts = {i for s in stages for i in piece_starts(s.first, s.last, s.recompute)}
-    how = {"loss_in_place": loss_in_place, "regather": regather, "fast_dropout": fast_dropout, "rings": rings}
-    layout, title = name_blocks(folded, starts, **how), in_docstring(title)
+    layout = name_blocks(
+        folded,
+        starts,
+        loss_in_place=loss_in_place,
+        regather=regather,
+        fast_dropout=fast_dropout,
+        rings=rings,
+        sizes=sizes,
+    )
+    title = in_docstring(title)
     written = [write_stage(layout, sharding, s.first, s.last, s.recompute) for s in stages]
     blocks: dict[str, str] = {}
     for stage in written:

@@ -1,4 +1,5 @@
-"""Source of the functions that define a loss over a batch: `loss_counts` of a microbatch, `loss_of` sums."""
+"""Source of the functions of a whole batch: `loss_counts` of a microbatch, `loss_of` sums, and `update_buffers` of a
+stage, which computes the new values of its buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from autoptd.layout.placements import B
 from autoptd.layout.sample_rows import SHARED
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, info, output_of
+from autoptd.passes.held_tensors import updated_buffers
 from autoptd.passes.losses.loss_form import count_index, is_count, partial_slices, row_slices
+from autoptd.passes.losses.update_form import SUM
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import BATCH, Traced
 
@@ -172,6 +175,46 @@ class LossFunctions:
         assert isinstance(loss, fx.Node)
         lines.append(f"    return {body.held[loss, B]}")
         return "\n".join(lines) + "\n"
+
+
+class BufferFunctions:
+    """The sums for buffers that a stage returns, `own`, and the new values of the buffers that it holds."""
+
+    def __init__(self, folded: Folded, sharding: Sharding, first: int, last: int) -> None:
+        self.folded, self.sharding, self.updates = folded, sharding, folded.updates
+        made = {n for s in folded.segments[first : last + 1] for n in s.nodes}
+        self.slices = partial_slices(self.updates.sums)
+        self.own = [n for n in folded.sums if n in made]
+        self.buffers = updated_buffers(folded, first, last)
+
+    def attributes(self) -> list[str]:
+        places = tuple(where[:2] for n, where in zip(self.folded.sums, self.slices, strict=True) if n in self.own)
+        return [f"    summed = {value_text(places)}"] if places else []
+
+    def method(self) -> list[str]:
+        """Return the lines of `update_buffers`."""
+        if not self.buffers:
+            return []
+        traced, updates = self.folded.traced, self.updates
+        body = Body(self.sharding, names_of(self.folded, "sums"))
+        wanted = ancestors(updates.values[name] for name in self.buffers)
+        nodes = [n for n in updates.graph.nodes if n in wanted]
+        for node in (n for n in nodes if n.op == "placeholder"):
+            body.bind(node, B, self._given(node))
+        body.prelude([n for n in nodes if n.op == "call_function"])
+        new = [f"{literal(traced.buffers[name])}: {body.held[updates.values[name], B]}," for name in self.buffers]
+        lines = ["def update_buffers(self, sums: Tensor, counts: tuple[Tensor, ...]) -> dict[str, Tensor]:"]
+        lines.append('    """Return the new values of buffers, from sums over all samples of the whole batch."""')
+        lines += ["    device = sums.device"] if body.uses_device else []
+        lines += [f"    {symbol} = {outer_size_text(traced, symbol)}" for symbol in sorted(body.sizes, key=str)]
+        lines += [f"    {line}" for line in body.lines]
+        lines += ["    return {", *(f"        {text}" for text in new), "    }"]
+        return ["", *(f"    {line}".rstrip() for line in lines)]
+
+    def _given(self, node: fx.Node) -> str:
+        if node.name.startswith(SUM):
+            return part_text(*self.slices[int(node.name.rpartition("_")[2])])
+        return count_text(node) if is_count(node) else state_text(self.folded.traced, node)
 
 
 def outer_size_text(traced: Traced, symbol: sympy.Symbol) -> str:

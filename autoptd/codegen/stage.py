@@ -31,9 +31,17 @@ from autoptd.codegen.block import (
 )
 from autoptd.codegen.blocks import BlockNames, BlockSegments, pieces_of
 from autoptd.codegen.body import Body, Made
-from autoptd.codegen.buffers import BufferFunctions
 from autoptd.codegen.expressions import size_text, value_text
-from autoptd.codegen.loss import LossFunctions, count_text, input_node, names_of, size_source, state_text
+from autoptd.codegen.freeing import free_early
+from autoptd.codegen.loss import (
+    BufferFunctions,
+    LossFunctions,
+    count_text,
+    input_node,
+    names_of,
+    size_source,
+    state_text,
+)
 from autoptd.codegen.names import hint, variable
 from autoptd.codegen.quoting import literal, numbered
 from autoptd.codegen.recompute import in_place_of, recomputation_of
@@ -74,6 +82,7 @@ class _StageWriter:
     made: dict[str, tuple[Made, ...]] = field(default_factory=dict)  # by class
     setup: list[str] = field(default_factory=list)  # lines of __init__
     calls: list[_BlockCall] = field(default_factory=list)  # block calls not yet written
+    results: list[tuple[int, Made]] = field(default_factory=list)  # of block calls, and their lines
     groups: int = 0
     arguments: list[str] = field(default_factory=list)  # lines that rename arguments
 
@@ -230,6 +239,9 @@ def _write_run(writer: _StageWriter, run: list[_BlockCall]) -> None:
     by = call.piece.called_by
     run_it = f"{by}(block, {call.arguments})" if by else f"block({call.arguments})"
     writer.body.lines += [f"for block in self.{group}:", f"    {call.results} = {run_it}"]
+    for node, name in zip(run[-1].piece.sends(writer.folded), call.results.split(", "), strict=True):
+        made = name, node, placement_of(writer.sharding, writer.folded, node)
+        writer.results.append((len(writer.body.lines) - 1, made))
 
 
 def _loop_over(paths: Sequence[str]) -> tuple[str, str] | None:
@@ -268,6 +280,10 @@ def _assemble(
     if body.uses_device:
         size_lines.append(f"device = {body.held[inputs[0], B]}.device")
     functions, updating = LossFunctions(folded, sharding), BufferFunctions(folded, sharding, *run)
+    texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
+    returned = (*([folded.loss] if is_last else sent), *updating.own)
+    assigned = (*body.assigned, *writer.results)
+    body.lines = free_early(writer.layout, sharding, writer.pieces, returned, body.lines, assigned)
     lines = []
     lines.append(f"    inputs = {value_text(tuple(traced.inputs[n.name] for n in inputs))}")
     for word, wires in (("receives", received), ("sends", sent)):
@@ -300,7 +316,6 @@ def _assemble(
         lines += [f"        # {line}" for line in _AVERAGED.get(traced.averaging, ())]
         lines.append(f"        return {', '.join([body.read(folded.loss, B, B), *sums])}")
     else:
-        texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
         lines.append(f"        return ({', '.join([*texts, *sums])},)")
     lines += updating.method()
     blocks = {**writer.blocks, **(functions.sources(is_last) if counts else {})}

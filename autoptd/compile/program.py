@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from autoptd.codegen.emit import Program, StageSpec, emit_program
 from autoptd.compile.traced import TracedModel, check_loss
@@ -60,13 +61,14 @@ def make_program(source: TracedModel, plan: Plan, sharding: Sharding) -> Program
     return replace(program, files={**program.files, "plan.json": plan.to_json()})
 
 
-def emission_options(plan: Plan) -> dict[str, bool]:
+def emission_options(plan: Plan) -> dict[str, Any]:
     """Return the options of emitted code that a plan chooses: keywords of `emit_program` and `name_blocks`."""
     return {
         "loss_in_place": plan.method.loss == "in_place",
         "regather": plan.method.gathers == "again" and plan.mesh.tp > 1,
         "fast_dropout": plan.method.dropout == "fast",
         "rings": plan.method.rings and plan.mesh.tp > 1,
+        "sizes": plan.sizes,
     }
 
 

@@ -158,6 +158,14 @@ def walk_flow(region: Flow, policy: str = "none", *, regather: bool = False, in_
     return Walk(saved, forward, backward, waiting_gradients(region, policy))
 
 
+def forward_bytes(region: Flow, saved: Collection[str], number: Number, ranks: int, cp: int = 1) -> list[int]:
+    """Return the bytes alive at each step of a forward pass that saves the storages of these names."""
+    values = (*region.received, *(v for step in region.steps for v in (*step.operands, *step.outputs)))
+    storages = {*(v.storage for v in values), *(s for step in region.steps for s in step.saved)}
+    moments = _forward(region, {s for s in storages if s.name in saved}, {}).moments()
+    return [sum(s.nbytes(number, ranks, cp) for s in alive) for _, alive in moments]
+
+
 def stage_peak(parts: Iterable[Peak], in_flight: int) -> int:
     """Return the peak bytes of activations of a stage whose blocks, in program order, have these peaks.
 

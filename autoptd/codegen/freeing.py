@@ -1,0 +1,201 @@
+"""`del` statements: a local variable holds its tensor until it is assigned anew, or its function returns.
+
+    up = F.linear(n, self.up.weight)            the plan's memory counts each tensor up to its last use, so that without
+    lora_b = F.linear(lora_a, …)                the `del` the function would hold two tensors more than predicted while
+    add = up + lora_b                           it computes the next lines. A tensor that autograd saves is alive anyway
+    del up, lora_b
+
+A function has one only where it would otherwise hold more than the peak that its plan counts, in forward and in
+backward: most plans are fullest in backward, and have none. Arguments are not deleted, since callers hold them too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from autoptd.codegen.blocks import BlockNames, BlockSegments
+from autoptd.codegen.recompute import flow_of
+from autoptd.layout.placements import B, Broadcast, Placement
+from autoptd.passes.analysis.activations import recomputed_steps
+from autoptd.passes.analysis.dataflow import Flow, Storage, Value, join_heads
+from autoptd.passes.analysis.liveness import Peak, forward_bytes, walk_flow
+from autoptd.passes.opcall import Sizes
+from autoptd.passes.sharding.sharding import Sharding, tensor_name
+from autoptd.passes.trace.traced import SEQUENCE
+
+_NOTICED = 100  # a tensor is deleted if it has one of so many parts of the peak, or more
+
+Key = tuple[str, str]  # a tensor's name and its placement
+
+
+class Holder(NamedTuple):
+    """A variable that line `line` of a function assigns, and the storage that it then holds."""
+
+    line: int
+    variable: str
+    storage: str
+
+
+@dataclass
+class _Part:
+    """A piece in the lines of a function, or one that it calls."""
+
+    region: Flow
+    policy: str
+    called: bool
+    peak: Peak
+    kept: frozenset[str]
+
+
+def free_early(
+    layout: BlockNames,
+    sharding: Sharding,
+    pieces: Sequence[BlockSegments],
+    results: Collection[fx.Node],
+    lines: Sequence[str],
+    assigned: Iterable[tuple[int, tuple[str, fx.Node, Placement]]],
+) -> list[str]:
+    """Return the lines of a function, which delete variables that would hold a tensor for too long.
+
+    `pieces`: all that the function computes, in program order; it calls those with a class.
+    `results`: the tensors that it returns. `assigned`: the line of each variable, its tensor and its placement.
+    """
+    freed = held_too_long(layout, sharding, pieces, results) if layout.sizes else {}
+    found = ((line, name, (tensor_name(node), str(placement))) for line, (name, node, placement) in assigned)
+    return with_deletes(lines, [Holder(line, name, freed[key]) for line, name, key in found if key in freed])
+
+
+def held_too_long(
+    layout: BlockNames, sharding: Sharding, pieces: Sequence[BlockSegments], results: Collection[fx.Node]
+) -> Mapping[Key, str]:
+    """Return the tensors that a function's variables must not hold after their last use -> their storages."""
+    cp = layout.folded.cut.ranks if layout.folded.cut is not None else 1
+    values = {s: layout.sizes[str(s)] // (cp if s == SEQUENCE else 1) for s in layout.folded.traced.sizes}
+    measure = _Measure(Sizes(values), sharding.ranks, cp)
+    parts = [measure.part(layout, sharding, piece, bool(piece.block)) for piece in pieces]
+    return _HeldTensors(parts, measure, {tensor_name(n) for n in results}).found()
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Sizes of tensors on a rank."""
+
+    number: Sizes
+    ranks: int
+    cp: int
+
+    def nbytes(self, storage: Storage) -> int:
+        return storage.nbytes(self.number, self.ranks, self.cp)
+
+    def part(self, layout: BlockNames, sharding: Sharding, piece: BlockSegments, called: bool) -> _Part:
+        region = flow_of(piece.segments, sharding)
+        region = join_heads(region) if piece.policy == "logits" else region
+        policy = "none" if piece.policy == "logits" else piece.policy
+        walked = walk_flow(region, policy, regather=layout.regather)
+        saved = walked if policy not in ("full", "ops") else walk_flow(region, regather=layout.regather)
+        kept = frozenset(k.storage.name for found in (walked, saved) for k in found.kept)
+        return _Part(region, policy, called, walked.peak(self.number, self.ranks, self.cp), kept)
+
+
+@dataclass
+class _HeldTensors:
+    """Tensors that the variables of a function hold beyond their last use."""
+
+    parts: Sequence[_Part]
+    measure: _Measure
+    results: Collection[str]
+    alias: dict[str, str] = field(default_factory=dict)  # a tensor that an earlier part sends -> its storage
+
+    def found(self) -> dict[Key, str]:
+        keys: dict[Key, str] = {}
+        own: dict[str, int] = {}  # storages that the function's lines make, and their bytes
+        last: dict[str, tuple[int, int]] = {}  # part and step of each storage's last use
+        unheld: set[str] = set()  # saved for backward, or returned
+        for p, part in enumerate(self.parts):
+            core = set(map(id, recomputed_steps(part.region.steps, "selective"))) if part.policy == "selective" else ()
+            unheld.update(map(self._storage, part.kept))
+            for value in part.region.received:
+                last[self._storage(value.storage.name)] = p, -1
+            for i, step in enumerate(part.region.steps):
+                last.update((self._storage(v.storage.name), (p, i)) for v in (*step.operands, *step.outputs))
+                if id(step) not in core and not part.called:
+                    self._add(step.outputs, own, keys)
+            if part.called:
+                self._add(part.region.sent, own, keys)
+            for value in part.region.sent:
+                self.alias[value.name] = name = self._storage(value.storage.name)
+                unheld.update({name} if value.name in self.results else ())
+        dead: dict[tuple[int, int], list[str]] = {}
+        for name in own.keys() - unheld:
+            dead.setdefault(last[name], []).append(name)
+        freed = self._freed(dead, own)
+        return {key: name for key, name in keys.items() if name in freed}
+
+    def _storage(self, name: str) -> str:
+        return self.alias.get(name, name)
+
+    def _add(self, values: Iterable[Value], own: dict[str, int], keys: dict[Key, str]) -> None:
+        """Add tensors that the function's own lines assign to variables."""
+        for value in values:
+            name = self._storage(value.storage.name)
+            if name not in own and value.storage.origin != "made":
+                continue
+            own.setdefault(name, self.measure.nbytes(value.storage))
+            whole = isinstance(value.placement, Broadcast) and not value.info.requires_grad
+            keys[value.name, str(B if whole else value.placement)] = name
+
+    def _freed(self, dead: Mapping[tuple[int, int], Sequence[str]], own: Mapping[str, int]) -> set[str]:
+        """Return the storages to free, given those that are read for the last time by each step of a part."""
+        peaks = [part.peak for part in self.parts]
+        before = [sum(peak.kept for peak in peaks[:p]) for p in range(len(peaks))]
+        limit = max(most + max(peak.forward, peak.backward) for most, peak in zip(before, peaks, strict=True))
+        held: dict[str, int] = {}
+        freed: set[str] = set()
+        for p, part in enumerate(self.parts):
+            moments = [part.peak.forward] if part.called else self._moments(part)
+            for i, total in enumerate(moments):
+                if before[p] + total + sum(held.values()) > limit:
+                    freed |= {name for name, nbytes in held.items() if nbytes * _NOTICED >= limit}
+                at = [(p, i)] if not part.called else [where for where in dead if where[0] == p]
+                held |= {name: own[name] for where in at for name in dead.get(where, ())}
+        return freed
+
+    def _moments(self, part: _Part) -> Sequence[int]:
+        m = self.measure
+        return forward_bytes(part.region, part.kept, m.number, m.ranks, m.cp)
+
+
+def with_deletes(lines: Sequence[str], holders: Sequence[Holder]) -> list[str]:
+    """Return the lines of a function with a `del` after the last use of the storages of `holders`."""
+    if not holders:
+        return list(lines)
+    statements = ast.parse("\n".join(lines)).body
+    reads, writes, captured = [], [], set[str]()
+    for statement in statements:
+        names = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+        loaded, stored = ({n.id for n in names if isinstance(n.ctx, kind)} for kind in (ast.Load, ast.Store))
+        if isinstance(statement, ast.FunctionDef):  # run by a later statement, and again in backward
+            captured |= loaded - stored - {a.arg for a in statement.args.args}
+            loaded, stored = set(), set()
+        reads.append(loaded)
+        writes.append(stored)
+    ends = [s.end_lineno or s.lineno for s in statements]
+    spans: dict[str, list[tuple[str, int, int]]] = {}  # storage -> variable, its last read, and where it is rebound
+    for holder in holders:
+        at = next(i for i, end in enumerate(ends) if holder.line < end)
+        again = next((i for i in range(at + 1, len(ends)) if holder.variable in writes[i]), len(ends))
+        last = max((i for i in range(at + 1, min(again + 1, len(ends))) if holder.variable in reads[i]), default=at)
+        spans.setdefault(holder.storage, []).append((holder.variable, last, again))
+    deleted: dict[int, dict[str, None]] = {}
+    for found in spans.values():
+        end = max(last for _, last, _ in found)
+        if end < len(ends) - 1:
+            names = [name for name, _, again in found if again > end and name not in captured]
+            deleted.setdefault(end, {}).update(dict.fromkeys(names))
+    after = {ends[i]: f"del {', '.join(names)}" for i, names in deleted.items() if names}
+    return [text for i, line in enumerate(lines, 1) for text in (line, *([after[i]] if i in after else []))]
