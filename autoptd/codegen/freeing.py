@@ -161,6 +161,7 @@ class _HeldTensors:
             for i, total in enumerate(moments):
                 if before[p] + total + sum(held.values()) > limit:
                     freed |= {name for name, nbytes in held.items() if nbytes * _NOTICED >= limit}
+                    held = {name: nbytes for name, nbytes in held.items() if name not in freed}
                 at = [(p, i)] if not part.called else [where for where in dead if where[0] == p]
                 held |= {name: own[name] for where in at for name in dead.get(where, ())}
         return freed

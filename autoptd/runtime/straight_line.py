@@ -43,18 +43,24 @@ def split(function: ast.FunctionDef, compiles: Callable[[ast.Call], bool]) -> li
     local = {arg.arg for arg in function.args.args} | set(_names(function.body, ast.Store))
     parts: list[ast.FunctionDef] = []
     body: list[ast.stmt] = []
-    runs = [(fits, list(run)) for fits, run in groupby(function.body, lambda s: _fits(s, compiles))]
+    runs = [(fits, list(run)) for fits, run in groupby(function.body, _Fitting(compiles))]
     for index, (fits, run) in enumerate(runs):
         if not fits or not any(isinstance(node, ast.Call) for statement in run for node in ast.walk(statement)):
             body += run
             continue
         later = set(_names([s for _, others in runs[index + 1 :] for s in others], ast.Load))
         given = [name for name in _read_first(run) if name in local and name != "self"]
-        kept = [name for name in dict.fromkeys(_names(run, ast.Store)) if name in later]
+        gone, run = _deleted(run), [s for s in run if not isinstance(s, ast.Delete)]
+        kept = [name for name in dict.fromkeys(_names(run, ast.Store)) if name in later and name not in gone]
         part = _function(f"part_{len(parts)}", given, run, kept)
         call = ast.Call(ast.Attribute(_load("self"), PART + str(len(parts)), ast.Load()), [_load(n) for n in given], [])
-        body.append(ast.Return(call) if isinstance(run[-1], ast.Return) else _assigned(kept, call))
         parts.append(part)
+        if isinstance(run[-1], ast.Return):
+            body.append(ast.Return(call))
+            continue
+        body.append(_assigned(kept, call))
+        if outer := [name for name in given if name in gone]:
+            body.append(ast.Delete([ast.Name(name, ast.Del()) for name in outer]))
     function.body = body
     return parts
 
@@ -128,6 +134,27 @@ def _can(call: ast.Call, compiles: Callable[[ast.Call], bool]) -> bool:
     if isinstance(called.value, ast.Name) and called.value.id in ("F", "torch", "ops"):
         return compiles(call)
     return called.attr not in _ON_HOST and callable(getattr(Tensor, called.attr, None))
+
+
+class _Fitting:
+    """Tells which statements a graph may have; a `del` belongs to the statement before it."""
+
+    def __init__(self, compiles: Callable[[ast.Call], bool]) -> None:
+        self._compiles, self._before = compiles, False
+
+    def __call__(self, statement: ast.stmt) -> bool:
+        if not isinstance(statement, ast.Delete):
+            self._before = _fits(statement, self._compiles)
+        return self._before
+
+
+def _deleted(run: Sequence[ast.stmt]) -> set[str]:
+    """Return the names that a run deletes and does not assign again."""
+    found: set[str] = set()
+    for statement in run:
+        found.update(_names([statement], ast.Del))
+        found.difference_update(_names([statement], ast.Store))
+    return found
 
 
 def _names(statements: Sequence[ast.stmt], context: type[ast.expr_context]) -> Iterator[str]:

@@ -68,6 +68,28 @@ def test_names_go_in_and_out() -> None:
     assert after.startswith("def part_1(self, z, labels, y):") and after.endswith("labels.sum()")
 
 
+def test_deleted_variables_leave_their_parts_and_the_caller() -> None:
+    source = """
+    def forward(self, x, y):
+        x = F.gelu(x)
+        wide = torch.cat([x, y])
+        del y
+        z = torch.tanh(wide)
+        del wide, x
+        for block in self.blocks:
+            z = block(z)
+        x = torch.exp(z)
+        return torch.sum(x)
+    """
+    this, (before, after) = made(source)
+    this.blocks = [torch.sin]
+    assert before.endswith("return (z,)") and "del" not in before + after
+    plain: dict[str, Any] = {"F": F, "torch": torch}
+    exec(textwrap.dedent(source), plain)
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    assert torch.equal(this.forward(x, y), plain["forward"](this, x, y))
+
+
 @pytest.mark.parametrize(
     "statement",
     [
