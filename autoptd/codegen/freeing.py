@@ -196,7 +196,7 @@ def with_deletes(lines: Sequence[str], holders: Sequence[Holder]) -> list[str]:
     for found in spans.values():
         end = max(last for _, last, _ in found)
         if end < len(ends) - 1:
-            names = [name for name, _, again in found if again > end and name not in captured]
-            deleted.setdefault(end, {}).update(dict.fromkeys(names))
+            held = [name for name, _, again in found if again > end and name not in captured]
+            deleted.setdefault(end, {}).update(dict.fromkeys(held))
     after = {ends[i]: f"del {', '.join(names)}" for i, names in deleted.items() if names}
     return [text for i, line in enumerate(lines, 1) for text in (line, *([after[i]] if i in after else []))]

@@ -240,8 +240,8 @@ def _write_run(writer: _StageWriter, run: list[_BlockCall]) -> None:
     run_it = f"{by}(block, {call.arguments})" if by else f"block({call.arguments})"
     writer.body.lines += [f"for block in self.{group}:", f"    {call.results} = {run_it}"]
     for node, name in zip(run[-1].piece.sends(writer.folded), call.results.split(", "), strict=True):
-        made = name, node, placement_of(writer.sharding, writer.folded, node)
-        writer.results.append((len(writer.body.lines) - 1, made))
+        placed = placement_of(writer.sharding, writer.folded, node)
+        writer.results.append((len(writer.body.lines) - 1, (name, node, placed)))
 
 
 def _loop_over(paths: Sequence[str]) -> tuple[str, str] | None:
