@@ -33,7 +33,7 @@ _NOTICED = 100  # a tensor is deleted if it has one of so many parts of the peak
 Key = tuple[str, str]  # a tensor's name and its placement
 
 
-class Holder(NamedTuple):
+class Holding(NamedTuple):
     """A variable that line `line` of a function assigns, and the storage that it then holds."""
 
     line: int
@@ -42,7 +42,7 @@ class Holder(NamedTuple):
 
 
 @dataclass
-class _Part:
+class _HeldPart:
     """A piece in the lines of a function, or one that it calls."""
 
     region: Flow
@@ -67,7 +67,7 @@ def free_early(
     """
     freed = held_too_long(layout, sharding, pieces, results) if layout.sizes else {}
     found = ((line, name, (tensor_name(node), str(placement))) for line, (name, node, placement) in assigned)
-    return with_deletes(lines, [Holder(line, name, freed[key]) for line, name, key in found if key in freed])
+    return with_deletes(lines, [Holding(line, name, freed[key]) for line, name, key in found if key in freed])
 
 
 def held_too_long(
@@ -92,21 +92,21 @@ class _Measure:
     def nbytes(self, storage: Storage) -> int:
         return storage.nbytes(self.number, self.ranks, self.cp)
 
-    def part(self, layout: BlockNames, sharding: Sharding, piece: BlockSegments, called: bool) -> _Part:
+    def part(self, layout: BlockNames, sharding: Sharding, piece: BlockSegments, called: bool) -> _HeldPart:
         region = flow_of(piece.segments, sharding)
         region = join_heads(region) if piece.policy == "logits" else region
         policy = "none" if piece.policy == "logits" else piece.policy
         walked = walk_flow(region, policy, regather=layout.regather)
         saved = walked if policy not in ("full", "ops") else walk_flow(region, regather=layout.regather)
         kept = frozenset(k.storage.name for found in (walked, saved) for k in found.kept)
-        return _Part(region, policy, called, walked.peak(self.number, self.ranks, self.cp), kept)
+        return _HeldPart(region, policy, called, walked.peak(self.number, self.ranks, self.cp), kept)
 
 
 @dataclass
 class _HeldTensors:
     """Tensors that the variables of a function hold beyond their last use."""
 
-    parts: Sequence[_Part]
+    parts: Sequence[_HeldPart]
     measure: _Measure
     results: Collection[str]
     alias: dict[str, str] = field(default_factory=dict)  # a tensor that an earlier part sends -> its storage
@@ -166,12 +166,12 @@ class _HeldTensors:
                 held |= {name: own[name] for where in at for name in dead.get(where, ())}
         return freed
 
-    def _moments(self, part: _Part) -> Sequence[int]:
+    def _moments(self, part: _HeldPart) -> Sequence[int]:
         m = self.measure
         return forward_bytes(part.region, part.kept, m.number, m.ranks, m.cp)
 
 
-def with_deletes(lines: Sequence[str], holders: Sequence[Holder]) -> list[str]:
+def with_deletes(lines: Sequence[str], holders: Sequence[Holding]) -> list[str]:
     """Return the lines of a function with a `del` after the last use of the storages of `holders`."""
     if not holders:
         return list(lines)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.codegen import block, stage
-from autoptd.codegen.freeing import Holder, with_deletes
+from autoptd.codegen.freeing import Holding, with_deletes
 from autoptd.passes.analysis.storages import StorageWatch
 from autoptd.runtime.batch import share_of
 from autoptd.runtime.comm.interfaces import Communicators
@@ -144,7 +144,7 @@ def test_the_same_is_computed(case: str) -> None:
 def lines_of(text: str, holders: Sequence[tuple[str, str, str]]) -> list[str]:
     """Return the lines that `with_deletes` adds to, given (line that begins so, variable, storage)."""
     lines = text.strip().splitlines()
-    return with_deletes(lines, [Holder(_line(lines, start), name, storage) for start, name, storage in holders])
+    return with_deletes(lines, [Holding(_line(lines, start), name, storage) for start, name, storage in holders])
 
 
 def _line(lines: Sequence[str], start: str) -> int:
