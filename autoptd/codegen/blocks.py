@@ -27,8 +27,10 @@ from autoptd.passes.analysis.activations import recomputed_steps
 from autoptd.passes.analysis.heads import heads_of
 from autoptd.passes.blocks import LayerBlock, find_blocks, owned_by_blocks
 from autoptd.passes.fold import Folded, Segment
-from autoptd.passes.graph import info, module_path, module_stack
+from autoptd.passes.graph import info, infos, module_path, module_stack
+from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.trace.traced import SEQUENCE
 
 # attributes of emitted modules
 _BLOCK_NAMES = frozenset({"tp", "cp", "ep", "dp", "dropout", "_first", "_parts"})
@@ -135,6 +137,20 @@ class BlockNames:
     fast_dropout: bool = False  # see `dropout` there
     rings: bool = False  # products around the ring of tp
     sizes: Mapping[str, int] = field(default_factory=dict)  # of a microbatch, for which memory was planned
+
+    @property
+    def number(self) -> Sizes:
+        """The sizes of a microbatch on a cp rank."""
+        cp = self.folded.cut.ranks if self.folded.cut is not None else 1
+        return Sizes({s: self.sizes[str(s)] // (cp if s == SEQUENCE else 1) for s in self.folded.traced.sizes})
+
+    def bytes_before(self, node: fx.Node) -> int:
+        """Return the bytes of what a node of the prelude makes, at the length of the whole sequence."""
+        values = {s: self.sizes[str(s)] for s in self.folded.traced.sizes}
+        if self.folded.cut is not None:
+            values[self.folded.cut.tokens] = values[SEQUENCE] // self.folded.cut.ranks
+        number = Sizes(values)
+        return sum(math.prod(map(number, t.shape)) * t.dtype.itemsize for t in infos(node))
 
     def prefix_of(self, segment: int) -> str:
         """Return the dotted path of the instance that a segment belongs to."""

@@ -311,6 +311,7 @@ class Body:
             for output, name in zip(outputs, names, strict=True):
                 if output is not None:
                     self.held[output, B] = name
+                    self.assigned.append((len(self.lines) - 1, (name, output, B)))
 
     def _note_sizes(self, value: object) -> None:
         if isinstance(value, sympy.Basic):

@@ -22,11 +22,11 @@ from autoptd.codegen.blocks import BlockNames, BlockSegments
 from autoptd.codegen.recompute import flow_of
 from autoptd.layout.placements import B, Broadcast, Placement
 from autoptd.passes.analysis.activations import recomputed_steps
-from autoptd.passes.analysis.dataflow import Flow, Storage, Value, join_heads
+from autoptd.passes.analysis.dataflow import Flow, Storage, Value, base_of, join_heads
 from autoptd.passes.analysis.liveness import Peak, forward_bytes, walk_flow
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.sharding import Sharding, tensor_name
-from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.passes.sharding.shared_masks import shared_masks
 
 _NOTICED = 100  # a tensor is deleted if it has one of so many parts of the peak, or more
 
@@ -59,26 +59,38 @@ def free_early(
     results: Collection[fx.Node],
     lines: Sequence[str],
     assigned: Iterable[tuple[int, tuple[str, fx.Node, Placement]]],
+    prelude: Iterable[fx.Node] = (),
 ) -> list[str]:
     """Return the lines of a function, which delete variables that would hold a tensor for too long.
 
     `pieces`: all that the function computes, in program order; it calls those with a class.
     `results`: the tensors that it returns. `assigned`: the line of each variable, its tensor and its placement.
+    `prelude`: what the function computes before, of which only the tensors that pieces read are counted.
     """
-    freed = held_too_long(layout, sharding, pieces, results) if layout.sizes else {}
+    freed = held_too_long(layout, sharding, pieces, results, prelude) if layout.sizes else {}
     found = ((line, name, (tensor_name(node), str(placement))) for line, (name, node, placement) in assigned)
     return with_deletes(lines, [Holding(line, name, freed[key]) for line, name, key in found if key in freed])
 
 
 def held_too_long(
-    layout: BlockNames, sharding: Sharding, pieces: Sequence[BlockSegments], results: Collection[fx.Node]
+    layout: BlockNames,
+    sharding: Sharding,
+    pieces: Sequence[BlockSegments],
+    results: Collection[fx.Node],
+    prelude: Iterable[fx.Node] = (),
 ) -> Mapping[Key, str]:
     """Return the tensors that a function's variables must not hold after their last use -> their storages."""
     cp = layout.folded.cut.ranks if layout.folded.cut is not None else 1
-    values = {s: layout.sizes[str(s)] // (cp if s == SEQUENCE else 1) for s in layout.folded.traced.sizes}
-    measure = _Measure(Sizes(values), sharding.ranks, cp)
+    measure = _Measure(layout.number, sharding.ranks, cp)
     parts = [measure.part(layout, sharding, piece, bool(piece.block)) for piece in pieces]
-    return _HeldTensors(parts, measure, {tensor_name(n) for n in results}).found()
+    read = {n for piece in pieces for n in piece.prelude} - shared_masks(layout.folded, sharding, layout.number).keys()
+    before = dict[Key, tuple[str, int]]()
+    wanted = set(map(base_of, read))
+    for node in prelude:
+        base = base_of(node)
+        if base.op != "placeholder" and base not in wanted:
+            before[tensor_name(node), str(B)] = base.name, layout.bytes_before(base)
+    return _HeldTensors(parts, measure, {tensor_name(n) for n in results}, before).found()
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,7 @@ class _HeldTensors:
     parts: Sequence[_HeldPart]
     measure: _Measure
     results: Collection[str]
+    before: Mapping[Key, tuple[str, int]]  # tensors made before, that no part reads: their storages and bytes
     alias: dict[str, str] = field(default_factory=dict)  # a tensor that an earlier part sends -> its storage
 
     def found(self) -> dict[Key, str]:
@@ -133,6 +146,7 @@ class _HeldTensors:
         dead: dict[tuple[int, int], list[str]] = {}
         for name in own.keys() - unheld:
             dead.setdefault(last[name], []).append(name)
+        keys |= {key: name for key, (name, _) in self.before.items()}
         freed = self._freed(dead, own)
         return {key: name for key, name in keys.items() if name in freed}
 
@@ -154,7 +168,7 @@ class _HeldTensors:
         peaks = [part.peak for part in self.parts]
         before = [sum(peak.kept for peak in peaks[:p]) for p in range(len(peaks))]
         limit = max(most + max(peak.forward, peak.backward) for most, peak in zip(before, peaks, strict=True))
-        held: dict[str, int] = {}
+        held = dict(self.before.values())
         freed: set[str] = set()
         for p, part in enumerate(self.parts):
             moments = [part.peak.forward] if part.called else self._moments(part)

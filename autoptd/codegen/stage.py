@@ -51,6 +51,7 @@ from autoptd.passes.graph import info
 from autoptd.passes.held_tensors import held_tensors, reads_counts
 from autoptd.passes.losses.loss_form import is_count
 from autoptd.passes.sharding.sharding import Sharding, sum_placement
+from autoptd.passes.sharding.shared_masks import shared_masks
 from autoptd.passes.trace.traced import SEQUENCE, Averaging
 
 
@@ -83,6 +84,7 @@ class _StageWriter:
     setup: list[str] = field(default_factory=list)  # lines of __init__
     calls: list[_BlockCall] = field(default_factory=list)  # block calls not yet written
     results: list[tuple[int, Made]] = field(default_factory=list)  # of block calls, and their lines
+    preludes: Sequence[fx.Node] = ()  # what the stage computes before its pieces
     groups: int = 0
     arguments: list[str] = field(default_factory=list)  # lines that rename arguments
 
@@ -119,11 +121,25 @@ def write_stage(
         _bind_input(writer, node)
     _declare(writer, preludes, first, last)
     body.prelude([n for n in preludes if n.op == "call_function"])
+    writer.preludes = [n for n in preludes if n.op == "call_function"]
+    _convert_masks(writer, preludes)
     body.lines += [""] if body.lines else []
     for i, piece in enumerate(pieces):
         _write_piece(writer, piece, pieces[i + 1 :], sent)
     _flush(writer)
     return _assemble(writer, received, given, inputs, sent, (first, last))
+
+
+def _convert_masks(writer: _StageWriter, preludes: Sequence[fx.Node]) -> None:
+    """Write the conversion of masks that several attentions of the model read."""
+    layout, body = writer.layout, writer.body
+    if not layout.sizes:
+        return
+    for mask, dtype in shared_masks(layout.folded, writer.sharding, layout.number).items():
+        if mask in preludes:
+            name = body.held[mask, B] if body.held[mask, B].isidentifier() else body.names.fresh(hint(mask))
+            body.lines.append(f"{name} = ops.additive_mask({body.held[mask, B]}, {dtype_text(dtype)})")
+            body.bind(mask, B, name)
 
 
 def _bind_input(writer: _StageWriter, node: fx.Node) -> None:
@@ -283,7 +299,7 @@ def _assemble(
     texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
     returned = (*([folded.loss] if is_last else sent), *updating.own)
     assigned = (*body.assigned, *writer.results)
-    body.lines = free_early(writer.layout, sharding, writer.pieces, returned, body.lines, assigned)
+    body.lines = free_early(writer.layout, sharding, writer.pieces, returned, body.lines, assigned, writer.preludes)
     lines = []
     lines.append(f"    inputs = {value_text(tuple(traced.inputs[n.name] for n in inputs))}")
     for word, wires in (("receives", received), ("sends", sent)):

@@ -12,8 +12,10 @@ from itertools import takewhile
 from typing import Any
 
 import sympy
+import torch
 from rich.padding import Padding
 from rich.text import Text
+from torch import fx
 
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.memory import D, K, N, U, alive, formulas
@@ -25,6 +27,7 @@ from autoptd.passes.blocks import find_blocks
 from autoptd.passes.fold import Segment
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.sharding.shared_masks import converting, shared_masks
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.plans.model import Plan
 from autoptd.search.sharding.op_table import Workbook
@@ -68,9 +71,10 @@ def memory_data(plan: Plan, source: TracedModel, sharding: Sharding) -> dict[str
         [],
         Workbook(source.folded, plan.method.kernels, fast_dropout=plan.method.drops_fast(plan.mesh.cp)),
     )
+    masks = shared_masks(source.folded, sharding, number) if plan.mesh.cp == 1 else {}
     for segments in _blocks(source):
         policy = next((held[s.index] for s in segments if s.index in held), "none")
-        blocks.append(_block(segments, sharding, workbook, policy, names, number, plan))
+        blocks.append(_block(segments, sharding, workbook, policy, names, number, plan, masks))
     stages, schedule = plan.mesh.pp, plan.schedule
     counts = [alive(i, stages, schedule.microbatches, schedule.kind, schedule.virtual) for i in range(stages)]
     waiting = [max(sum(row[i == 0 :]) for row in each.waiting) for i, each in enumerate(counts) if each.waiting]
@@ -92,10 +96,13 @@ def _block(
     names: Mapping[int, sympy.Expr],
     number: Sizes,
     plan: Plan,
+    masks: Mapping[fx.Node, torch.dtype],
 ) -> dict[str, Any]:
     cp, regather, in_place = plan.mesh.cp, plan.method.gathers == "again", plan.method.loss == "in_place"
     moments = workbook.walk(segments, sharding.kinds, policy, regather=regather, in_place_loss=in_place)
     found = moments.kept
+    shared = {f"{n.name}{CONVERTED}" for s in segments for n in converting(s, masks)}  # by all blocks of a stage
+    found = tuple(k for k in found if k.storage.name not in shared)
     if cp > 1 and plan.method.context == "ring":  # which saves no converted masks
         found = tuple(k for k in found if not k.storage.name.endswith(CONVERTED))
     where, peak = moments.fullest(number, sharding.ranks, cp)[0], moments.peak(number, sharding.ranks, cp)

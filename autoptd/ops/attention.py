@@ -28,6 +28,12 @@ from autoptd.ops.dropout import FIRST_DIM, DimSlice, DropoutKey, Elements, Sampl
 SCORES = 1 << 24  # elements of scores in memory at a time
 
 
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a boolean mask to one that is added to scores, as each of torch's attentions does for itself: 0 for
+    True and −∞ for False."""
+    return torch.where(mask.logical_not(), -math.inf, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device))
+
+
 def attention(
     q: Tensor,
     k: Tensor,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoptd.errors import InputsError
-from autoptd.ops.attention import SCORES, attention
+from autoptd.ops.attention import SCORES, additive_mask, attention
 from autoptd.ops.context_attention import ring_attention, ulysses_attention
 from autoptd.ops.dropout import FIRST_DIM, MICROBATCH, DimSlice, DropoutKey, SamplePosition, Samples
 from autoptd.ops.fused_attention import tile_kernel
@@ -38,6 +38,7 @@ __all__ = [
     "SCORES",
     "DropoutKey",
     "Samples",
+    "additive_mask",
     "attention",
     "dropout_mask",
     "exponential",

@@ -24,8 +24,8 @@ from autoptd.layout.placements import B, O, Placement, Split, conversion
 from autoptd.passes.analysis.flops import is_view
 from autoptd.passes.analysis.heads import LOSSES, Head, heads_of
 from autoptd.passes.analysis.saved_tensors import ATTENTION, is_off, saved_tensors
-from autoptd.passes.fold import Segment
-from autoptd.passes.graph import infos, op_name, operands
+from autoptd.passes.fold import Segment, owner
+from autoptd.passes.graph import infos, is_getitem, op_call, op_name, operands
 from autoptd.passes.graph import numel as product
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
 from autoptd.passes.rules.lookup import op_of
@@ -53,6 +53,13 @@ def divides(placement: Placement, shape: Sequence[Size]) -> bool:
 def is_quadratic(shape: Sequence[Size]) -> bool:
     """Return whether two or more dims count tokens, as those of attention scores do."""
     return sum(map(counts_tokens, shape)) > 1
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node that allocated a tensor: of a view, that of its operand."""
+    while node.op == "call_function" and not is_getitem(node) and is_view(op_call(node)):
+        node = operands(node)[0]
+    return owner(node)
 
 
 GRADIENT_OF = "grad "  # begins the names of gradients

@@ -4,7 +4,8 @@ For three ops this table is used instead, because the kernels of an accelerator 
 
     attention   the flash kernel: query, key, value, mask, result, and the log of the sum of exponentials of each
                 query in float32; never the scores (Dao et al. 2022, FlashAttention). torch's kernels add a mask to the
-                scores, so that each call makes a copy of a boolean one in the query's type, and saves that instead
+                scores, so that each call makes a copy of a boolean one in the query's type, and saves that instead;
+                a stage may convert the mask for all its attentions (`passes/sharding/shared_masks.py`)
     dropout     a boolean mask
     rms_norm    operand, weight, and the reciprocal root mean square of each row in float32 (aten._fused_rms_norm, which
                 torch runs on CUDA); on a CPU it is decomposed and saves two more tensors in float32

@@ -16,14 +16,13 @@ from torch import fx
 from autoptd.cost_models.memory import Memory, alive
 from autoptd.layout.placements import B, Placement, Split
 from autoptd.layout.state_bytes import Unit, buffer_class
-from autoptd.passes.analysis.dataflow import counts_tokens
-from autoptd.passes.analysis.flops import is_view
+from autoptd.passes.analysis.dataflow import CONVERTED, base_of, counts_tokens
 from autoptd.passes.blocks import owned_by_blocks
-from autoptd.passes.fold import Folded, owner
-from autoptd.passes.graph import ancestors, infos, is_getitem, op_call, operands
+from autoptd.passes.fold import Folded
+from autoptd.passes.graph import ancestors, infos
 from autoptd.search.loss_end import LossEnd, loss_end
 from autoptd.search.meshes import Candidate
-from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes
+from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes, shared_mask_types
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
 from autoptd.search.sharding.tensors import Sharded, Tensors
 
@@ -306,11 +305,15 @@ class ChunkParameters:
     def _list_outside(self) -> list[Outside]:
         """Return for each segment the bytes of the buffers that it needs, and of the tensors that it reads and that
         its stage computes from inputs, each with its name. Those have the full length of the sequence under cp."""
+        masks = shared_mask_types(self.tensors, self.sharded)
         inputs, found = self.folded.traced.inputs, dict[tuple[fx.Node, ...], Outside]()
         for read in {segment.prelude for segment in self.folded.segments}:
             given = (n for n in ancestors(read) if n.op == "placeholder" and n.name not in inputs)
             buffers = {n.name: self._whole_bytes(n) for n in given if infos(n)[0].ndim}  # numbers are literals
-            computed = {n.name: self._whole_bytes(n) for n in map(base_of, read) if n.op != "placeholder"}
+            made = (base_of(n) for n in read if n not in masks)
+            computed = {n.name: self._whole_bytes(n) for n in made if n.op != "placeholder"}
+            for mask in (n for n in read if n in masks):
+                computed[f"{mask.name}{CONVERTED}"] = self._whole_bytes(mask) * masks[mask].itemsize
             found[read] = tuple(buffers.items()), tuple(computed.items())
         return [found[segment.prelude] for segment in self.folded.segments]
 
@@ -319,10 +322,3 @@ class ChunkParameters:
         number, cp = self.tensors.number, self.tensors.cp
         each = (prod(number(n) * (cp if counts_tokens(n) else 1) for n in t.shape) for t in infos(node))
         return sum(numel * t.dtype.itemsize for numel, t in zip(each, infos(node), strict=True))
-
-
-def base_of(node: fx.Node) -> fx.Node:
-    """Return the node that allocated a tensor: of a view, that of its operand."""
-    while node.op == "call_function" and not is_getitem(node) and is_view(op_call(node)):
-        node = operands(node)[0]
-    return owner(node)

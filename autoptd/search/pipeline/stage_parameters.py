@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from autoptd.passes.fold import Folded, Segment
 from autoptd.passes.graph import infos, is_getitem, op_call, operands
 from autoptd.passes.sharding.expert_regions import expert_regions
 from autoptd.passes.sharding.sharding import Sharding
+from autoptd.passes.sharding.shared_masks import converting, shared_masks
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import OFFLOAD
 from autoptd.search.sharding.dispatch_cost import experts_of
@@ -92,6 +93,9 @@ def _walk(
     shares = expert_shares(segments, method.ep, method.routing, experts_of(sharded)[1])
     if method.cp > 1:
         shares |= dict.fromkeys(converted_masks(segments), method.cp if method.context == "ulysses" else 0.0)
+    else:
+        masks = shared_mask_types(tensors, sharded)
+        shares |= {f"{n.name}{CONVERTED}": 0.0 for s in segments for n in converting(s, masks)}
     if method.kernels == "fused":
         shares |= dict.fromkeys(inside_kernels(segments), 0.0)
     if method.fp8:
@@ -126,6 +130,15 @@ def expert_shares(segments: Sequence[Segment], ep: int, routing: str, chosen: fl
         rows = fullest(ep, region.count, chosen, routing, QUANTILE)
         found |= dict.fromkeys((n.name for n in (*region.rows, *region.reads)), rows)
     return found
+
+
+def shared_mask_types(tensors: Tensors, sharded: Sharded) -> Mapping[fx.Node, torch.dtype]:
+    """Return the masks that stages convert once for all their attentions, and into which types."""
+    name = f"shared masks, cp {tensors.cp}"
+    if name not in sharded.memo:
+        found = shared_masks(tensors.folded, sharded.sharding, tensors.number) if tensors.cp == 1 else {}
+        sharded.memo[name] = found
+    return sharded.memo[name]  # type: ignore[no-any-return]
 
 
 def converted_masks(segments: Sequence[Segment]) -> Iterator[str]:
