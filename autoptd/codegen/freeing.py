@@ -107,10 +107,10 @@ class _Measure:
     def part(self, layout: BlockNames, sharding: Sharding, piece: BlockSegments, called: bool) -> _HeldPart:
         region = flow_of(piece.segments, sharding)
         region = join_heads(region) if piece.policy == "logits" else region
-        policy = "none" if piece.policy == "logits" else piece.policy
+        # a block that is recomputed as a whole saves everything then, and has the class of one that is not
+        policy = "selective" if piece.policy == "selective" else "none"
         walked = walk_flow(region, policy, regather=layout.regather)
-        saved = walked if policy not in ("full", "ops") else walk_flow(region, regather=layout.regather)
-        kept = frozenset(k.storage.name for found in (walked, saved) for k in found.kept)
+        kept = frozenset(k.storage.name for k in walked.kept)
         return _HeldPart(region, policy, called, walked.peak(self.number, self.ranks, self.cp), kept)
 
 

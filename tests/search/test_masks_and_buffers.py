@@ -1,4 +1,5 @@
-"""Memory of masks and buffers: a boolean mask is converted by every attention, which saves the copy."""
+"""Memory of masks and buffers: a stage converts a boolean mask once, and all its attentions save the copy; attention
+over tokens of several ranks converts its own."""
 
 from __future__ import annotations
 
@@ -83,11 +84,11 @@ def added(world: int = 1, **fix: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
-def test_every_attention_saves_a_copy_of_a_boolean_mask(kernels: str) -> None:
-    assert added(kernels=kernels) == [(2 * LAYERS + 1) * SCORES], "in bf16, and the mask itself"
+def test_all_attentions_save_one_copy_of_a_boolean_mask(kernels: str) -> None:
+    assert added(kernels=kernels) == [2 * SCORES], "in bf16, in place of the mask"
 
 
-def test_the_saved_copies_are_those_of_a_run() -> None:
+def test_every_attention_of_the_model_converts_the_mask_itself() -> None:
     model, idx = Model(16).bfloat16(), torch.randint(CLASSES, (1, TOKENS))
     saved: dict[int, Tensor] = {}
 
@@ -102,9 +103,9 @@ def test_the_saved_copies_are_those_of_a_run() -> None:
 
 
 def test_ranks_that_share_heads_or_layers_have_the_whole_mask() -> None:
-    assert added(2, tp=2) == [(2 * LAYERS + 1) * SCORES]
+    assert added(2, tp=2) == [2 * SCORES]
     first, last = added(2, pp=2, stages="even")
-    assert first == 2 * last == 2 * (LAYERS + 1) * SCORES, "two microbatches in flight"
+    assert first == 2 * last == 4 * SCORES, "two microbatches in flight"
 
 
 def test_ranks_that_share_tokens() -> None:
@@ -112,10 +113,11 @@ def test_ranks_that_share_tokens() -> None:
     assert added(2, cp=2, context="ulysses") == [(2 * LAYERS + 1) * SCORES]
 
 
-def test_recomputed_attention_converts_the_mask_again() -> None:
+def test_recomputed_attention_reads_the_converted_mask() -> None:
     for policy in ("selective", "full"):
-        assert added(recompute=policy) == [SCORES]
-        assert memory(traced(16), recompute=policy)[0]["temporary"] > 2 * SCORES
+        assert added(recompute=policy) == [2 * SCORES]
+        with_mask, without = memory(traced(16), recompute=policy)[0], memory(traced(0), recompute=policy)[0]
+        assert with_mask["temporary"] == without["temporary"]
 
 
 def test_buffers_are_on_the_device() -> None:

@@ -136,6 +136,12 @@ def test_masks_that_stay_boolean(model: Callable[[], nn.Module], rows: int, fix:
     assert not conversions(planned(model(), rows, world=fix.get("cp", 1), **fix))
 
 
+def test_copies_of_masks_that_a_kernel_pads_are_counted_by_layer() -> None:
+    rows = ROWS + 8
+    (padded,), (aligned,) = (planned(Windowed(), n).plan.predicted.memory for n in (rows, ROWS))
+    assert padded["activations"] - aligned["activations"] > 3 * 2 * rows**2
+
+
 def test_a_torch_whose_kernels_convert_in_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_masks.torch, "__version__", "2.11.0+cu130")
     assert not shared_masks.passes_masks_on()
