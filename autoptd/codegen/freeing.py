@@ -83,14 +83,22 @@ def held_too_long(
     cp = layout.folded.cut.ranks if layout.folded.cut is not None else 1
     measure = _Measure(layout.number, sharding.ranks, cp)
     parts = [measure.part(layout, sharding, piece, bool(piece.block)) for piece in pieces]
-    read = {n for piece in pieces for n in piece.prelude} - shared_masks(layout.folded, sharding, layout.number).keys()
-    before = dict[Key, tuple[str, int]]()
-    wanted = set(map(base_of, read))
-    for node in prelude:
-        base = base_of(node)
-        if base.op != "placeholder" and base not in wanted:
-            before[tensor_name(node), str(B)] = base.name, layout.bytes_before(base)
+    before = _unread(layout, sharding, pieces, list(prelude))
     return _HeldTensors(parts, measure, {tensor_name(n) for n in results}, before).found()
+
+
+def _unread(
+    layout: BlockNames, sharding: Sharding, pieces: Sequence[BlockSegments], prelude: Sequence[fx.Node]
+) -> dict[Key, tuple[str, int]]:
+    """Return the tensors of a prelude whose memory no piece reads -> their storages and bytes."""
+    masks = shared_masks(layout.folded, sharding, layout.number) if prelude else {}  # pieces read the converted ones
+    wanted = {base_of(node) for piece in pieces for node in piece.prelude if node not in masks}
+    bases = {node: base_of(node) for node in prelude}
+    return {
+        (tensor_name(node), str(B)): (base.name, layout.bytes_before(base))
+        for node, base in bases.items()
+        if base.op != "placeholder" and base not in wanted
+    }
 
 
 @dataclass(frozen=True)

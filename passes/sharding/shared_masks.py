@@ -51,6 +51,8 @@ def shared_masks(folded: Folded, sharding: Sharding, number: Number) -> Mapping[
         return {}
     reads = [r for segment in folded.segments for r in _reads(segment, sharding.kinds[segment.kind])]
     counts = Counter(read.mask for read in reads)
+    if max(counts.values(), default=0) < 2:
+        return {}
     readers = Counter(o for s in folded.segments for n in s.nodes for o in n.all_input_nodes if o in counts)
     types: dict[fx.Node, set[torch.dtype]] = {}
     for read in reads:
