@@ -12,8 +12,9 @@ backward: most plans are fullest in backward, and have none. Arguments are not d
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import fx
@@ -82,7 +83,15 @@ def held_too_long(
     """Return the tensors that a function's variables must not hold after their last use -> their storages."""
     cp = layout.folded.cut.ranks if layout.folded.cut is not None else 1
     measure = _Measure(layout.number, sharding.ranks, cp)
-    parts = [measure.part(layout, sharding, piece, bool(piece.block)) for piece in pieces]
+    alike: dict[object, tuple[BlockSegments, _HeldPart]] = {}
+    parts = []
+    for piece in pieces:
+        key = piece.block, piece.policy, tuple(s.kind for s in piece.segments)
+        if piece.block and key in alike:
+            parts.append(_renamed(*alike[key], piece))
+            continue
+        parts.append(measure.part(layout, sharding, piece, bool(piece.block)))
+        alike[key] = piece, parts[-1]
     before = _unread(layout, sharding, pieces, list(prelude))
     return _HeldTensors(parts, measure, {tensor_name(n) for n in results}, before).found()
 
@@ -99,6 +108,23 @@ def _unread(
         for node, base in bases.items()
         if base.op != "placeholder" and base not in wanted
     }
+
+
+def _renamed(first: BlockSegments, known: _HeldPart, piece: BlockSegments) -> _HeldPart:
+    """Return what is known of a called block for an equal one, whose tensors have other names."""
+    names: dict[str, str] = {}
+    for a, b in zip(first.segments, piece.segments, strict=True):
+        for part in ("nodes", "prelude", "receives"):
+            names |= {x.name: y.name for x, y in zip(getattr(a, part), getattr(b, part), strict=True)}
+
+    def name(text: str) -> str:  # of a node, followed by the number of its output, a placement or its own tensor
+        return re.sub(r"^\w+", lambda found: names.get(found[0], found[0]), text)
+
+    def value(old: Value) -> Value:
+        return replace(old, name=name(old.name), storage=replace(old.storage, name=name(old.storage.name)))
+
+    region = Flow(tuple(map(value, known.region.received)), (), tuple(map(value, known.region.sent)))
+    return replace(known, region=region, kept=frozenset(map(name, known.kept)))
 
 
 @dataclass(frozen=True)

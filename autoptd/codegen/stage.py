@@ -84,6 +84,7 @@ class _StageWriter:
     setup: list[str] = field(default_factory=list)  # lines of __init__
     calls: list[_BlockCall] = field(default_factory=list)  # block calls not yet written
     results: list[tuple[int, Made]] = field(default_factory=list)  # of block calls, and their lines
+    classes: dict[object, BlockClass] = field(default_factory=dict)  # by the pieces that they are written from
     preludes: Sequence[fx.Node] = ()  # what the stage computes before its pieces
     groups: int = 0
     arguments: list[str] = field(default_factory=list)  # lines that rename arguments
@@ -196,7 +197,10 @@ def _write_piece(
         for segment in piece.segments:
             writer.body.segment(segment)
         return
-    block = write_block(writer.layout, writer.sharding, piece)
+    model = piece.block, piece.policy, *((part.block, part.model[0].index) for part in (piece, *piece.parts))
+    if model not in writer.classes:  # a class is written from its first instance
+        writer.classes[model] = write_block(writer.layout, writer.sharding, piece)
+    block = writer.classes[model]
     for written in block.all():
         known = writer.blocks.setdefault(written.name, written.source)
         assert known == written.source, f"two instances of {written.name} differ"
