@@ -173,7 +173,9 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
     results = piece.sends(folded)
     returned = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in results]
     if not parts:
-        body.lines = free_early(layout, sharding, (replace(piece, block=""),), results, body.lines, body.assigned)
+        body.lines = free_early(
+            layout, sharding, (replace(piece, block=""),), results, body.lines, body.assigned, returned
+        )
     size_lines, passed = size_reads(body, given, sharding)
     axes = tuple(axis for axis in AXES if _uses_axis(body.lines, axis) or any(axis in part.axes for part in parts))
     source = _source(piece, body, axes, setup, given, size_lines, passed, returned)

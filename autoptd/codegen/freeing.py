@@ -60,17 +60,19 @@ def free_early(
     results: Collection[fx.Node],
     lines: Sequence[str],
     assigned: Iterable[tuple[int, tuple[str, fx.Node, Placement]]],
+    returned: Iterable[str],
     prelude: Iterable[fx.Node] = (),
 ) -> list[str]:
     """Return the lines of a function, which delete variables that would hold a tensor for too long.
 
-    `pieces`: all that the function computes, in program order; it calls those with a class.
-    `results`: the tensors that it returns. `assigned`: the line of each variable, its tensor and its placement.
+    `pieces`: all that the function computes, in program order; it calls those with a class. `results`: the tensors that
+    it returns, `returned`: their texts. `assigned`: the line of each variable, its tensor and its placement.
     `prelude`: what the function computes before, of which only the tensors that pieces read are counted.
     """
     freed = held_too_long(layout, sharding, pieces, results, prelude) if layout.sizes else {}
     found = ((line, name, (tensor_name(node), str(placement))) for line, (name, node, placement) in assigned)
-    return with_deletes(lines, [Holding(line, name, freed[key]) for line, name, key in found if key in freed])
+    holdings = [Holding(line, name, freed[key]) for line, name, key in found if key in freed]
+    return with_deletes([*lines, f"return {', '.join(returned)}"], holdings)[:-1]
 
 
 def held_too_long(

@@ -301,9 +301,13 @@ def _assemble(
         size_lines.append(f"device = {body.held[inputs[0], B]}.device")
     functions, updating = LossFunctions(folded, sharding), BufferFunctions(folded, sharding, *run)
     texts = [body.read(n, placement_of(sharding, folded, n), placement_of(sharding, folded, n)) for n in sent]
+    summed = sum_placement(sharding.ranks)
+    sums = [body.read(n, summed, summed) for n in updating.own]
     returned = (*([folded.loss] if is_last else sent), *updating.own)
     assigned = (*body.assigned, *writer.results)
-    body.lines = free_early(writer.layout, sharding, writer.pieces, returned, body.lines, assigned, writer.preludes)
+    last = [*([body.read(folded.loss, B, B)] if is_last else texts), *sums]
+    how = writer.layout, sharding, writer.pieces, returned
+    body.lines = free_early(*how, body.lines, assigned, last, writer.preludes)
     lines = []
     lines.append(f"    inputs = {value_text(tuple(traced.inputs[n.name] for n in inputs))}")
     for word, wires in (("receives", received), ("sends", sent)):
@@ -326,9 +330,7 @@ def _assemble(
     lines += [f"        super().__init__(tp, dropout{hands})", *(f"        {line}" for line in writer.setup)]
     arguments = ["self", *(f"{name}: Tensor" for name in (*given.values(), *(traced.inputs[n.name] for n in inputs)))]
     arguments += ["counts: tuple[Tensor, ...]"] if counts else []
-    summed = sum_placement(sharding.ranks)
     result = "Tensor" if is_last and not updating.own else "tuple[Tensor, ...]"
-    sums = [body.read(n, summed, summed) for n in updating.own]
     lines += ["", f"    def forward({', '.join(arguments)}) -> {result}:"]
     lines += axis_lines(body.lines)
     lines += [f"        {line}".rstrip() for line in [*writer.arguments, *size_lines, *body.lines]]
