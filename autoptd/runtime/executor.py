@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoptd.errors import RuntimeFault
 from autoptd.ops.dropout import DropoutKey
@@ -211,7 +212,8 @@ class _StepState:
         self.sizes = [[_sizes(chunk.stage, mb) for mb in microbatches] for chunk in self.chunks]
         self.parts: dict[tuple[str, int, tuple[int, ...]], list[MessagePart]] = {}  # by kind, chunk, sizes
         self.received: dict[At, Tensors] = {}
-        self.outputs: dict[At, Tensors] = {}
+        self.outputs: dict[At, Tensors] = {}  # until they are sent or handed over; the last stage's until backward
+        self.edges: dict[At, Sequence[GradientEdge | None]] = {}  # by which their gradients enter the graph
         self.gradients: dict[At, Tensors] = {}
         self.sending: dict[Edge, deque[Handle]] = {}  # by message
         self.loss, self.scale = loss, scale
@@ -308,12 +310,13 @@ class _StepState:
         self.outputs[i, chunk] = made
         if not stage.is_last:
             self._check_outputs(i, chunk)
+            self.edges[i, chunk] = [get_gradient_edge(x) if x.requires_grad else None for x in made]
         elif i < self.counted:
             self.loss.add(made[0].detach(), self.first[i])
+        if own is not None:
+            del self.outputs[i, own]
         if not self.training:
             self.received.pop((i, chunk), None)
-            if own is not None:
-                del self.outputs[i, own]
 
     def _check_outputs(self, i: int, chunk: int) -> None:
         wires, parts = self.chunks[chunk].wires["SF"], self._parts("SF", i, chunk)
@@ -327,9 +330,7 @@ class _StepState:
 
     def send_activations(self, action: Action) -> None:
         at = _at(action)
-        self._send(action, [x.detach() for x in self.outputs[at]])
-        if not self.training:
-            del self.outputs[at]
+        self._send(action, [x.detach() for x in self.outputs.pop(at)])
 
     def receive_gradients(self, action: Action) -> None:
         at = _at(action)
@@ -338,22 +339,23 @@ class _StepState:
     def backward(self, action: Action) -> None:
         (i, chunk), here = _at(action), self.chunks[action.chunk]
         self.dropout.sample = self.first[i]
-        outputs = self.outputs.pop((i, chunk))
+        roots: list[Root] = []  # an output that depends on frozen parameters only has no gradient
         if here.stage.is_last:
-            (share,) = outputs
-            roots: list[Root] = [(share, self._gradient_of(share, self.first[i]))]
+            (share,) = self.outputs.pop((i, chunk))
+            if share.requires_grad:
+                roots = [(get_gradient_edge(share), self._gradient_of(share, self.first[i]))]
         else:
             if here.after is not None:
                 self.gradients[i, chunk] = self._returned(i, here.after)
-            awaited = [x for wire, x in zip(here.wires["SF"], outputs, strict=True) if wire.requires_grad]
-            roots = list(zip(awaited, self.gradients.pop((i, chunk)), strict=True))
-        # an output that depends on frozen parameters only has no gradient
-        roots = [(x, grad) for x, grad in roots if x.requires_grad]
+            both = zip(here.wires["SF"], self.edges.pop((i, chunk)), strict=True)
+            awaited = [edge for wire, edge in both if wire.requires_grad]
+            pairs = zip(awaited, self.gradients.pop((i, chunk)), strict=True)
+            roots = [(edge, grad) for edge, grad in pairs if edge is not None]
         if roots and self.splits_backward:
             inputs = [x for x in self.received.get((i, chunk), ()) if x.requires_grad]
             self.weight_passes[i, chunk] = backward_inputs(roots, inputs, self.at_once)
         elif roots:
-            torch.autograd.backward([x for x, _ in roots], [grad for _, grad in roots])
+            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
 
     def _gradient_of(self, share: Tensor, sample: int) -> Tensor | None:
         """Return the gradient of the loss with respect to a microbatch's share; None for 1."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-Root = tuple[Tensor, Tensor | None]  # an output and its gradient; None for a loss
+Root = tuple[GradientEdge, Tensor | None]  # where an output's gradient enters the graph; None for a loss
 
 
 @dataclass
@@ -38,7 +38,7 @@ class WeightBackward:
     """The W pass of one backward pass; call it once."""
 
     def __init__(self, intermediates: Sequence[_Intermediate], roots: Sequence[Root]) -> None:
-        self._intermediates, self._roots = intermediates, roots  # the outputs keep the graph alive
+        self._intermediates, self._roots = intermediates, roots  # which keep the graph alive
 
     def __call__(self, before: Callable[[Sequence[Tensor]], None] | None = None) -> None:
         """Accumulate the parameters' gradients; `before` is called with the next parameters each time."""
@@ -55,12 +55,12 @@ class WeightBackward:
 
 def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Collection[int] = ()) -> WeightBackward:
     """Accumulate the gradients of `inputs` (leaves) and of parameters with ids in `at_once`; return the W pass."""
-    edges = [get_gradient_edge(x) for x, _ in roots]
+    edges = [edge for edge, _ in roots]
     graph = _graph(edge.node for edge in edges)
     received = {get_gradient_edge(x).node for x in inputs}
     path, leads_to = _find_path(graph, received)
     if not any(edge.node in path for edge in edges):  # no received tensor needs a gradient
-        torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+        torch.autograd.backward(edges, [g for _, g in roots])
         return WeightBackward((), ())
     branches = {node: leads_to[node] for node in graph if node in path and node not in received}
     branches |= {edge.node: leads_to[edge.node] for edge in edges if edge.node not in path}
@@ -82,9 +82,7 @@ def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Co
             intermediates.append(_Intermediate(node, tuple(in_w.values())))
     handles = [entry.node.register_prehook(_recorder(entry)) for entry in intermediates]
     try:
-        torch.autograd.backward(
-            [x for x, _ in roots], [g for _, g in roots], retain_graph=True, inputs=[*inputs, *in_b.values()]
-        )
+        torch.autograd.backward(edges, [g for _, g in roots], retain_graph=True, inputs=[*inputs, *in_b.values()])
     finally:
         for handle in handles:
             handle.remove()

@@ -3,7 +3,10 @@ W)."""
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from dataclasses import astuple, replace
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from autoptd.passes.opcall import Sizes
 from autoptd.passes.trace.traced import BATCH
 from autoptd.runtime import executor, messages, trainer
 from autoptd.runtime import split_backward as splits_backward
+from autoptd.runtime.executor import _StepState
 from autoptd.runtime.split_backward import WeightBackward
 from autoptd.schedule import SENDS, Action, Actions, Channel, Schedule, StageMap
 from autoptd.testing.parity import train_in_lockstep
@@ -133,6 +137,27 @@ def test_what_a_backward_pass_holds_for_its_second_half_is_predicted(
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("way", ["gpipe", "zero-bubble", "vee"])
+def test_what_a_stage_sent_is_not_held_until_backward(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold no output of a microbatch in flight, which no plan counts; in a V, one waits to be handed over."""
+    made, held = defaultdict[int, list[weakref.ref[Tensor]]](list), list[int]()
+    forward, backward = _StepState.forward, _StepState.backward
+
+    def noted(self: _StepState, action: Action) -> None:
+        forward(self, action)
+        at = action.microbatch, action.chunk
+        made[get_ident()] += [weakref.ref(x) for x in self.outputs[at]] if not self.chunks[at[1]].stage.is_last else []
+
+    def counted(self: _StepState, action: Action) -> None:
+        held.append(sum(ref() is not None for ref in made[get_ident()]))
+        backward(self, action)
+
+    monkeypatch.setattr(_StepState, "forward", noted)
+    monkeypatch.setattr(_StepState, "backward", counted)
+    assert not check("nanogpt", Mesh(4, 1, 2), replace(WAYS[way], bulk=False), "sgd")
+    assert sum(map(len, made.values())) > 0 and max(held) <= (way == "vee")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
