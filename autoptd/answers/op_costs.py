@@ -161,19 +161,19 @@ def op_costs(plan: Plan, traced: TracedModel) -> OpCosts:
     chunks, _ = chunks_of(plan, traced)
     names = _OpNames(chunks)
     sums: dict[tuple[str, str], _Sums] = {}
-    counted: Counter[tuple[int, str, str]] = Counter()  # (pipeline rank, kind, policy) -> segments
+    counted: Counter[tuple[int, str, str, bool]] = Counter()  # (pipeline rank, kind, policy, ends) -> segments
     m, ranks = plan.schedule.microbatches, plan.mesh.pp
     for stage, part in enumerate(plan.stages):
         rank, policies = plan.route.holder(stage), plan.policies(part)
         for i in range(part.first, part.last + 1):
-            counted[rank, traced.folded.segments[i].kind, policies.get(i, "")] += 1
+            counted[rank, traced.folded.segments[i].kind, policies.get(i, ""), chunks.ends(i, part.last)] += 1
         adding_s = m * chunks.on(rank).accumulation_s(chunks.on(rank).numel(part.first, part.last))
         if adding_s:
             sums.setdefault((EVERYWHERE, GRADIENTS), _Sums()).seconds[rank, "backward"] += adding_s
     runs: list[KernelRun] = []
-    for (rank, kind, policy), segments in counted.items():
+    for (rank, kind, policy, ends), segments in counted.items():
         own, times = chunks.on(rank), m * segments
-        for key, name, seconds, works in _parts(own, names, kind, policy):
+        for key, name, seconds, works in _parts(own, names, kind, policy, ends):
             found = sums.setdefault(key, _Sums())
             found.seconds[rank, name] += times * seconds
             for work in works:
@@ -223,8 +223,9 @@ def _row(module: str, kernel: str, found: _Sums, ranks: int) -> OpCost:
 _Part = tuple[tuple[str, str], str, float, list[OpWork]]  # (module, kernel), pass, seconds, kernels
 
 
-def _parts(chunks: ChunkCosts, names: _OpNames, kind: str, policy: str) -> Iterator[_Part]:
-    """Yield the seconds of one microbatch in a segment of a kind, which a policy recomputes; "" for none."""
+def _parts(chunks: ChunkCosts, names: _OpNames, kind: str, policy: str, ends: bool) -> Iterator[_Part]:
+    """Yield the seconds of one microbatch in a segment of a kind, which a policy recomputes; "" for none. `ends`: see
+    `ChunkCosts.ends`."""
     segment = chunks.folded.representatives[kind]
     cost, whole = chunks.sharded.costs[kind], chunks.segment(segment.index)
     work = cost.work
@@ -237,9 +238,9 @@ def _parts(chunks: ChunkCosts, names: _OpNames, kind: str, policy: str) -> Itera
         yield own, "backward", whole.backward_tp_s, []
     if policy in ("", OFFLOAD):
         return
-    again = work.recomputed.get(policy, work.forward)
+    again = work.recomputed[policy, ends].works
     yield from _kernels(chunks, names, kind, "recompute", again)
-    exposed_s = chunks.added_s(segment.index, policy)[1] - work_s(chunks.cluster.device, again)
+    exposed_s = chunks.added_s(segment.index, policy, ends)[1] - work_s(chunks.cluster.device, again)
     if exposed_s > 1e-12:
         yield own, "recompute", exposed_s, []
 

@@ -133,21 +133,30 @@ def recomputed(
 ) -> list[fx.Node]:
     """Return the ops recomputed before the backward pass of a block, in program order, without views (they are free).
 
-    `early_stop`: a full recompute ends once it has what the backward pass reads, before the last op that saves its
-    operands (torch.utils.checkpoint without reentrance); Megatron's runs to the end. Raises ValueError.
+    Raises ValueError.
     """
     region = flow(segments, kinds)
     if policy == "logits":
         return [head.linear for head in region.heads]
-    steps = region.steps
-    found = recomputed_steps(steps, policy)
-    if policy == "full" and early_stop:
-        saving = [i for i, s in enumerate(steps) if s.saved]
-        last = saving[-1] if saving else 0
-        results = {v.storage for v in steps[last].outputs} if steps else set()
-        own = any(s in results or s not in {v.storage for v in steps[last].operands} for s in steps[last].saved)
-        found = [s for s in steps[: last + 1 if own else last] if not decides(s)]
+    found = repeated_steps(region.steps, policy, early_stop=early_stop)
     return [s.node for s in found if s.node is not None and not s.view]
+
+
+def repeated_steps(steps: Sequence[DataflowStep], policy: str, *, early_stop: bool = True) -> list[DataflowStep]:
+    """Return the steps that the second run of a block executes, conversions and views included. Raises ValueError.
+
+    `early_stop`: the second run of a whole block ends once it has what the backward pass reads, before the last op that
+    saves its operands (ops/recompute.py; torch.utils.checkpoint without reentrance); Megatron's runs to the end.
+    """
+    found = recomputed_steps(steps, policy)
+    saving = [i for i, s in enumerate(steps) if s.saved]
+    if not (early_stop and saving and policy in ("full", "ops")):
+        return found
+    last = steps[saving[-1]]
+    results, operands = ({v.storage for v in values} for values in (last.outputs, last.operands))
+    own = any(s in results or s not in operands for s in last.saved)
+    reached = set(map(id, steps[: saving[-1] + own]))
+    return [s for s in found if id(s) in reached]
 
 
 def recomputed_steps(steps: Sequence[DataflowStep], policy: str) -> list[DataflowStep]:

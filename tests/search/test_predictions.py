@@ -333,7 +333,8 @@ def test_keys_and_values_go_round_a_ring(traced: autoptd.TracedModel) -> None:
     # half the queries times all the keys
     flops = [sum(w.flops for w in c.work.forward if w.kind == "attention") for c in (split, whole)]
     assert flops[0] == pytest.approx(flops[1] / 2)
-    assert ring._ring_s(split) > 0 and alone._ring_s(whole) == 0
+    assert split.work.ring_sums_bytes == 2 * split.work.ring_bytes  # of their gradients, in float32
+    assert min(ring._context_s(split)) > 0 and alone._context_s(whole) == (0, 0)
 
 
 def test_attention_that_runs_again_asks_the_ring_again(traced: autoptd.TracedModel) -> None:
@@ -341,8 +342,10 @@ def test_attention_that_runs_again_asks_the_ring_again(traced: autoptd.TracedMod
     again, _ = chunks(traced, cp=2, dp=1, recompute="ops", micro=4)
     (segment,) = {s.kind: s.index for s in ring.folded.segments if ring.cost(s.index).work.ring_bytes}.values()
     cost, kept = ring.cost(segment), again.cost(segment)
-    assert ring.added_s(segment, "selective")[1] == cost.policy_s["selective"] + ring._ring_s(cost)
-    assert again.added_s(segment, "ops")[1] == kept.policy_s["ops"] > 0  # its result is saved
+    again_s = cost.again_s["selective", False] + ring._context_s(cost)[0]
+    assert ring.added_s(segment, "selective", False)[1] == pytest.approx(again_s)
+    again_s = kept.again_s["ops", False] + kept.again_comm_s["ops", False]  # the result of attention is saved
+    assert again.added_s(segment, "ops", False)[1] == pytest.approx(again_s)
 
 
 def test_scores_of_a_cp_rank_have_all_columns() -> None:
@@ -366,11 +369,15 @@ def test_scores_of_a_cp_rank_have_all_columns() -> None:
 def test_heads_are_exchanged_for_tokens(traced: autoptd.TracedModel) -> None:
     ring, _ = chunks(traced, cp=2, dp=1)
     exchanged, _ = chunks(traced, cp=2, dp=1, context="ulysses")
-    (cost,) = [c for c in exchanged.sharded.costs.values() if c.work.ring_bytes]
+    ((kind, cost),) = [(k, c) for k, c in exchanged.sharded.costs.items() if c.work.ring_bytes]
     assert cost.work.exchanged_bytes == 2 * cost.work.ring_bytes  # queries and results are as large as keys and values
     seconds = collective_s("all_to_all", 2 * cost.work.exchanged_bytes, NODE, 2, exchanged.candidate.tp)
     assert exchanged._context_s(cost) == (seconds, seconds)
-    assert ring._context_s(cost) == (ring._ring_s(cost), 2 * ring._ring_s(cost))
+    cost, tp = ring.sharded.costs[kind], ring.candidate.tp
+    keys_s = collective_s("all_gather", 2 * cost.work.ring_bytes, NODE, 2, tp)  # one step
+    sums_s = 2 * collective_s("all_gather", 4 * cost.work.ring_bytes, NODE, 2, tp)  # two, in float32
+    shown_s = exposed_s(keys_s, cost.attention_s, 2), exposed_s(keys_s + sums_s, 2 * cost.attention_s, 2)
+    assert ring._context_s(cost) == pytest.approx(shown_s)
 
 
 def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -> None:

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST
+from autoptd.passes.analysis.heads import heads_of
 from autoptd.schedule import Alive
 from autoptd.search.meshes import AUTO, OFFLOAD, WITH_HOST, Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
@@ -85,9 +86,8 @@ class BlockCosts:
 
     def _has_heads(self, block: tuple[int, ...]) -> bool:
         """Return whether a block computes a loss from logits that nothing else reads."""
-        facts, kinds = self.chunks.tensors.workbook.facts, self.chunks.sharded.sharding.kinds
-        of = ((kind, self.folded.representatives[kind], kinds[kind], LOGITS) for kind in self.kinds_of(block))
-        return any(facts.recomputed_ops(*one) for one in of)
+        kinds = self.chunks.sharded.sharding.kinds
+        return any(heads_of(self.folded.representatives[kind], kinds[kind]) for kind in self.kinds_of(block))
 
     def option(self, block: tuple[int, ...], policy: str) -> RecomputeOption:
         segments = [self.folded.segments[i] for i in block]
@@ -97,7 +97,7 @@ class BlockCosts:
 
     def added_s(self, run: Sequence[int], policy: str) -> tuple[float, float]:
         """Return the seconds that a policy adds to the passes of segments (forward, backward)."""
-        added = [(0.0, 0.0) if policy == NONE else self.chunks.added_s(i, policy) for i in run]
+        added = [(0.0, 0.0) if policy == NONE else self.chunks.added_s(i, policy, i == run[-1]) for i in run]
         return sum(forward_s for forward_s, _ in added), sum(backward_s for _, backward_s in added)
 
     @property

@@ -24,13 +24,14 @@ from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.host_memory import host_state_bytes
 from autoptd.layout.packing import ALIGN
 from autoptd.layout.state_bytes import buffer_class, packed
+from autoptd.schedule import row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import OFFLOAD, Copies
 from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held, block_peak
 from autoptd.search.sharding.dispatch_cost import dispatched_s
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
-from autoptd.search.sharding.kind_cost import KindCost, TpSeconds, exposed_s, price, tp_seconds
+from autoptd.search.sharding.kind_cost import KindCost, TpSeconds, exposed_s, price, ring_seconds, tp_seconds
 from autoptd.search.step_end.costs import StepEnd
 
 _CLASSES = 8  # most buffers of a stage: parameters of one dtype, placement and set of stages share one
@@ -88,7 +89,7 @@ class ChunkCosts(StepEnd):
         forward = backward = recompute = copies = forward_tp = backward_tp = weight = statistics = 0.0
         for i in range(first, last + 1):
             part = self.segment(i)
-            there, again = self.added_s(i, policies[i]) if i in policies else (0.0, 0.0)
+            there, again = self.added_s(i, policies[i], self.ends(i, last)) if i in policies else (0.0, 0.0)
             forward, backward = forward + part.forward_s + there, backward + part.backward_s + again
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
             if there:
@@ -98,7 +99,7 @@ class ChunkCosts(StepEnd):
             weight += part.weight_s
             statistics += part.sharding_s
         backward += self.accumulation_s(self.numel(first, last))
-        shared_f, shared_b = self._sharding_s(first, last, forward, backward)
+        shared_f, shared_b = self._sharding_s(first, last, forward, backward, policies)
         return ChunkCost(
             forward + shared_f,
             backward + shared_b,
@@ -117,17 +118,29 @@ class ChunkCosts(StepEnd):
         backward_s += self.accumulation_s(self.numel_read_first(segment, None))
         return replace(part, forward_s=part.forward_s + forward_s, backward_s=part.backward_s + backward_s)
 
-    def added_s(self, segment: int, policy: str) -> tuple[float, float]:
+    def ends(self, segment: int, last: int) -> bool:
+        """Return whether a segment is the last of those of its block in a run that ends with segment `last`."""
+        return segment == last or segment in self._block_ends
+
+    @cached_property
+    def _block_ends(self) -> frozenset[int]:
+        return frozenset(block.first + block.length - 1 for block in self.tensors.workbook.facts.blocks)
+
+    def added_s(self, segment: int, policy: str, ends: bool) -> tuple[float, float]:
         """Return the seconds that a policy adds to the passes of a segment (forward, backward): of recomputation with
-        its cp communication, or of copies to the host and back, which nothing hides."""
+        its communication, or of copies to the host and back, which nothing hides. `ends`: see `ends`."""
         if policy == OFFLOAD:
             nbytes, host = self.offloaded_bytes(segment), self.cluster.device.host
             return nbytes / host.to_bytes_per_s, nbytes / host.from_bytes_per_s
-        cost = self.cost(segment)
-        if policy not in cost.policy_s:  # the whole forward pass, with the gathers that backward would repeat
-            return 0.0, self.segment(segment).forward_s - self._statistics_s(cost) - self._tp(cost).again_s
-        attends = any(work.attends for work in cost.work.recomputed[policy])
-        return 0.0, cost.policy_s[policy] + (self._context_s(cost)[0] if attends else 0.0)
+        cost, how = self.cost(segment), (policy, ends)
+        seconds, comm_s, tp = cost.again_s[how], cost.again_comm_s[how], self._tp(cost)
+        if policy == "full" and "tp" in self.method.overlap:  # as in forward
+            seconds, comm_s = seconds + tp.slower_s[0], min(comm_s, tp.forward_s)
+        if any(work.attends for work in cost.work.recomputed[how].works):
+            comm_s += self._context_s(cost)[0]
+        if policy in ("full", "ops"):  # rows meet their experts again; what tp gathers is not gathered a third time
+            comm_s += self._dispatch_s(cost, seconds) - tp.again_s
+        return 0.0, max(0.0, seconds + comm_s)
 
     def offloaded_bytes(self, segment: int) -> int:
         """Return the bytes that a segment saves for backward and that "offload" moves to the host, per microbatch.
@@ -176,8 +189,8 @@ class ChunkCosts(StepEnd):
         Ulysses exchanges all four tensors of attention and their gradients, all of it exposed.
         """
         if self.method.context == "ring":
-            ring = self._ring_s(cost)
-            return ring, 2 * ring
+            c = self.candidate
+            return ring_seconds(cost, self.method, self.cluster, c.cp, c.tp, c.world)
         ranks, nbytes = self.method.cp, cost.work.exchanged_bytes * self.method.cp
         exchange = self._collective_s("all_to_all", nbytes, ranks) if nbytes else 0.0
         return exchange, exchange
@@ -198,14 +211,6 @@ class ChunkCosts(StepEnd):
         """Return the seconds in which the device waits for the host, which reads how many rows each rank sends."""
         return self.cluster.device.dispatch_s if self.candidate.ep > 1 and cost.work.moved else 0.0
 
-    def _ring_s(self, cost: KindCost) -> float:
-        """Return the exposed seconds of passing keys and values around the ring; attention hides the rest."""
-        if self.method.cp == 1 or not cost.work.ring_bytes:
-            return 0.0
-        ranks = self.method.cp
-        comm_s = self._collective_s("all_gather", cost.work.ring_bytes * ranks, ranks)
-        return exposed_s(comm_s, cost.attention_s, ranks)
-
     def accumulation_s(self, numel: int) -> float:
         """Return seconds of adding a microbatch's gradients to the buffer."""
         c, method = self.candidate, self.method
@@ -213,7 +218,9 @@ class ChunkCosts(StepEnd):
         nbytes = accumulation_bytes(numel, self.precision, method.gradients, *sizes, method.kernels == "fused")
         return memory_s(self.cluster.device, nbytes)
 
-    def _sharding_s(self, first: int, last: int, forward_s: float, backward_s: float) -> tuple[float, float]:
+    def _sharding_s(
+        self, first: int, last: int, forward_s: float, backward_s: float, policies: Mapping[int, str]
+    ) -> tuple[float, float]:
         """Return exposed seconds (forward, backward) of all-gathering parameters (ZeRO-3) and reduce-scattering
         gradients (ZeRO-2 and 3), per block and pass as in FSDP (Zhao et al. 2023), or per bucket in large blocks."""
         c = self.candidate
@@ -221,6 +228,7 @@ class ChunkCosts(StepEnd):
             return 0.0, 0.0
         blocks = max(1, last - first)
         still = [self.frozen_bytes(first, last, backward=back) for back in (False, True)]
+        passes = 1 + self._twice(first, last, policies)
         gather = back = 0.0
         for trained, copies in self._trained([(first, last)]):
             n = max(blocks, self.buckets(trained))
@@ -228,7 +236,7 @@ class ChunkCosts(StepEnd):
             if c.zero == 3:
                 each = ((trained * self.compute + frozen) / n for frozen in still)
                 ahead, again = (n * self._collective_s("all_gather", x, copies.shards, copies.stride) for x in each)
-                gather, back, still = gather + ahead, back + again, [0, 0]
+                gather, back, still = gather + ahead, back + passes * again, [0, 0]
         if "dp" not in self.method.overlap:
             return gather, back
         slowdown = self.cluster.device.collective_share
@@ -236,6 +244,14 @@ class ChunkCosts(StepEnd):
             exposed_s(gather, forward_s, blocks) + slowdown * min(gather, forward_s),
             exposed_s(back, backward_s, blocks) + slowdown * min(back, backward_s),
         )
+
+    def _twice(self, first: int, last: int, policies: Mapping[int, str]) -> float:
+        """Return the share of a chunk's parameters that a backward pass in two, B and W, gathers for both: not those of
+        recomputed blocks, nor of blocks of the first stage, whose input has no gradient."""
+        if self.candidate.zero < 3 or not row_of(self.candidate.schedule).splits_backward:
+            return 0.0
+        both = [i for i in range(first, last + 1 if first else 1) if i not in policies]
+        return sum(self.numel(i, i) for i in both) / max(1, self.numel(first, last))
 
     @cached_property
     def messages(self) -> Messages:

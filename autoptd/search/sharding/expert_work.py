@@ -43,7 +43,7 @@ def spread(work: KindWork, ep: int, merged: bool = False, fullest: float = 1.0) 
     def of(works: Works) -> Works:
         return tuple(_of_fullest(w, ep, fullest) for w in works if not (merged and w.place == "behind"))
 
-    recomputed = {policy: of(works) for policy, works in work.recomputed.items()}
+    recomputed = {how: replace(again, works=of(again.works)) for how, again in work.recomputed.items()}
     return replace(
         work, forward=of(work.forward), backward=of(work.backward), weights=of(work.weights), recomputed=recomputed
     )

@@ -45,12 +45,23 @@ class RingWork:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """The part of a forward pass that a backward pass repeats: kernels, and collectives of tp."""
+
+    works: Works = ()
+    collectives: Collectives = ()
+
+
+Again = tuple[str, bool]  # policy of recomputation, whether the segment is the last of what it recomputes together
+
+
+@dataclass(frozen=True)
 class KindWork:
-    """Work of one microbatch. `recomputed`: policy of partial recomputation -> the forward kernels that it repeats."""
+    """Work of one microbatch."""
 
     forward: Works
     backward: Works
-    recomputed: Mapping[str, Works] = field(default_factory=dict)
+    recomputed: Mapping[Again, Repeated] = field(default_factory=dict)
     forward_collectives: Collectives = ()
     backward_collectives: Collectives = ()
     activation_bytes: int = 0  # saved for backward
@@ -58,6 +69,7 @@ class KindWork:
     temporary_bytes: int = 0  # operands and results of the largest op
     weights: Works = ()  # the part of `backward` that computes parameter gradients (W)
     ring_bytes: int = 0  # keys and values that ring attention sends
+    ring_sums_bytes: int = 0  # sums of their gradients, which it sends too
     exchanged_bytes: int = 0  # queries, keys, values and results that Ulysses exchanges
     moved: tuple[Moved, ...] = ()  # rows that experts on other ranks take, and their results
     rings: tuple[RingWork, ...] = ()
@@ -73,7 +85,8 @@ class KindCost:
     backward_s: float
     forward_comm_s: float
     backward_comm_s: float
-    policy_s: Mapping[str, float]
+    again_s: Mapping[Again, float]  # kernels that a policy repeats
+    again_comm_s: Mapping[Again, float]
     attention_s: float  # forward kernels of fused attention
     weight_s: float = 0.0  # the part of backward_s that computes parameter gradients (W)
 
@@ -118,17 +131,19 @@ class TpSeconds:
 def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindCost:
     """Return the cost of work on `ranks` adjacent tp ranks; `world`: ranks of all tp groups, 0 for one group."""
     device = cluster.device
-    forward_comm, backward_comm = (
-        sum(collective_s(name, nbytes, cluster, ranks, 1, world) for name, nbytes in each)
-        for each in (work.forward_collectives, work.backward_collectives)
-    )
+
+    def comm_s(each: Collectives) -> float:
+        return sum(collective_s(name, nbytes, cluster, ranks, 1, world) for name, nbytes in each)
+
+    forward_comm, backward_comm = comm_s(work.forward_collectives), comm_s(work.backward_collectives)
     return KindCost(
         work=work,
         forward_s=work_s(device, work.forward) + forward_comm,
         backward_s=work_s(device, work.backward) + backward_comm,
         forward_comm_s=forward_comm,
         backward_comm_s=backward_comm,
-        policy_s={policy: work_s(device, works) for policy, works in work.recomputed.items()},
+        again_s={how: work_s(device, again.works) for how, again in work.recomputed.items()},
+        again_comm_s={how: comm_s(again.collectives) for how, again in work.recomputed.items()},
         attention_s=work_s(device, (w for w in work.forward if w.attends)),
         weight_s=sum(op_s(device, w) for w in work.weights),
     )
@@ -187,6 +202,25 @@ def _part(product: OpWork, parts: int) -> OpWork:
     """Return one of equal parts of a product's rows."""
     rows = None if product.m is None else max(1, product.m // parts)
     return replace(product, flops=product.flops / parts, nbytes=product.nbytes / parts, m=rows)
+
+
+def ring_seconds(
+    cost: KindCost, method: ExecutionOptions, cluster: Cluster, ranks: int, stride: int, world: int = 0
+) -> tuple[float, float]:
+    """Return the exposed seconds (forward, backward) of messages around a ring of `ranks`; attention hides the rest.
+
+    Keys and values take one step less than there are ranks, in both passes. Sums of their gradients, in float32 at
+    least, take one step more, to their owner (`ops/context_attention.py`). By hand they have the type of the keys, and
+    take no more steps than these (Transformer Engine, AttnFuncWithCPAndKVP2P).
+    """
+    if ranks == 1 or not cost.work.ring_bytes:
+        return 0.0, 0.0
+    keys_s = sums_s = collective_s("all_gather", cost.work.ring_bytes * ranks, cluster, ranks, stride, world)
+    if method.kernels != "fused":
+        nbytes = cost.work.ring_sums_bytes * ranks
+        sums_s = collective_s("all_gather", nbytes, cluster, ranks, stride, world) * ranks / (ranks - 1)
+    attention_s = cost.attention_s
+    return exposed_s(keys_s, attention_s, ranks), exposed_s(keys_s + sums_s, 2 * attention_s, ranks)
 
 
 def floor_s(work: KindWork, device: Device, ranks: int) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoptd.layout.placements import Split
-from autoptd.passes.analysis.activations import recomputed
+from autoptd.passes.analysis.activations import repeated_steps
 from autoptd.passes.analysis.attention import without_dropout
 from autoptd.passes.analysis.dataflow import DataflowStep, Flow, counts_tokens, flow
 from autoptd.passes.analysis.flops import LOOKUPS, PRODUCTS, Work, work
@@ -96,7 +96,7 @@ class GraphFacts:
     def __init__(self, folded: Folded) -> None:
         self.folded = folded
         self._hits: dict[str, tuple[tuple[str, int, str], ...]] = {}
-        self._recomputed_ops: dict[tuple[str, str, str], tuple[fx.Node, ...]] = {}
+        self._repeated: dict[tuple[str, str, str, bool], tuple[DataflowStep, ...]] = {}
 
     @cached_property
     def ops(self) -> Mapping[fx.Node, OpFacts]:
@@ -170,13 +170,17 @@ class GraphFacts:
         """True if any op is fused attention."""
         return any(op.work.kind == "attention" for op in self.ops.values())
 
-    def recomputed_ops(self, kind: str, segment: Segment, decided: KindSharding, policy: str) -> tuple[fx.Node, ...]:
-        """Return the ops of a segment that a recompute policy runs in the backward pass."""
+    def repeated(
+        self, kind: str, segment: Segment, decided: KindSharding, policy: str, ends: bool
+    ) -> tuple[DataflowStep, ...]:
+        """Return the ops and conversions of a segment that a recompute policy runs in the backward pass. `ends`: the
+        segment is the last that is recomputed together, where the second run stops early."""
         placed = (*decided.strategies.values(), *decided.parameters, *decided.receives, *decided.sends)
-        key = kind, ";".join(map(str, placed)), policy
-        if key not in self._recomputed_ops:
-            self._recomputed_ops[key] = tuple(recomputed([segment], {kind: decided}, policy))
-        return self._recomputed_ops[key]
+        key = kind, ";".join(map(str, placed)), policy, ends
+        if key not in self._repeated:
+            region = flow([segment], {kind: decided})
+            self._repeated[key] = tuple(repeated_steps(region.steps, policy, early_stop=ends))
+        return self._repeated[key]
 
 
 class Workbook:

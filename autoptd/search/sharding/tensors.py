@@ -31,7 +31,7 @@ from autoptd.search.sharding.build import SplitNumbers
 from autoptd.search.sharding.cost import chunked_works
 from autoptd.search.sharding.expert_work import spread
 from autoptd.search.sharding.ilp import solve_splits
-from autoptd.search.sharding.kind_cost import KindCost, KindWork, RingWork, Works, price
+from autoptd.search.sharding.kind_cost import KindCost, KindWork, Repeated, RingWork, Works, price
 from autoptd.search.sharding.moved_rows import moved_rows
 from autoptd.search.sharding.problem import Scope, SplitSolution
 
@@ -127,7 +127,7 @@ class Tensors(SplitNumbers):
         return replace(found, gap=solution.gap) if solution else found
 
     def _kind_work(self, kind: str, segment: Segment, decided: KindSharding) -> KindWork:
-        ring = exchanged = 0
+        ring = sums = exchanged = 0
         given, meta = self._given(segment, decided)
         wanted: dict[tuple[fx.Node, Placement], None] = {}
         works: tuple[list[OpWork], list[OpWork]] = ([], [])
@@ -144,7 +144,9 @@ class Tensors(SplitNumbers):
             if op.work.kind == "attention":
                 sent = moved_keys(op.call, strategy, self.cp if self.context == "ulysses" else 1)
                 pairs = zip(op.call.operands[1:3], strategy.needs[1:3], strict=True)
-                ring += sum(round(sent * self.nbytes(t, p)) for t, p in pairs)
+                moved = [(round(sent * self.nbytes(t, p)), t.dtype) for t, p in pairs]
+                ring += sum(nbytes for nbytes, _ in moved)
+                sums += sum(n * torch.promote_types(of, torch.float32).itemsize // of.itemsize for n, of in moved)
                 exchanged += self.nbytes(op.call.operands[0], strategy.needs[0])
                 exchanged += self.nbytes(op.call.outputs[0], strategy.gives[0])
             for operand, placement in zip(operands(node), strategy.needs, strict=True):
@@ -157,7 +159,11 @@ class Tensors(SplitNumbers):
         return KindWork(
             forward=tuple(works[0]),
             backward=tuple(works[1]),
-            recomputed={policy: self._recomputed_works(segment, decided, policy) for policy in self.policies},
+            recomputed={
+                (policy, ends): self._repeated(segment, decided, policy, ends, tuple(works[0]))
+                for policy in ("full", *self.policies)
+                for ends in (False, True)
+            },
             forward_collectives=tuple(comm[0]),
             backward_collectives=tuple(comm[1]),
             activation_bytes=peak.kept,
@@ -167,6 +173,7 @@ class Tensors(SplitNumbers):
             temporary_bytes=peak.temporary,
             weights=tuple(weights),
             ring_bytes=ring,
+            ring_sums_bytes=sums,
             exchanged_bytes=ring + exchanged,
             moved=moved_rows(self, segment, decided),
             rings=tuple(self._ring_works(segment, decided)),
@@ -216,15 +223,25 @@ class Tensors(SplitNumbers):
         known = self.folded.traced.parameters
         return [w for n, w in zip(trained, backward, strict=False) if _untransposed(n).name in known]
 
-    def _recomputed_works(self, segment: Segment, decided: KindSharding, policy: str) -> tuple[OpWork, ...]:
-        """Return the forward kernels that a recompute policy runs in the backward pass."""
-        positions = {node: i for i, node in enumerate(segment.nodes)}
-        nodes = self.workbook.facts.recomputed_ops(segment.kind, segment, decided, policy)
-        works = tuple(w for n in nodes for w in self.kernels(n, decided.strategies[positions[n]])[0])
-        if policy != "logits":
-            return works
-        placed = {node: decided.strategies[i] for node, i in positions.items() if i in decided.strategies}
-        return (*works, *(w for head in heads_of(segment, decided) for w in chunked_works(self, head, placed)))
+    def _repeated(self, segment: Segment, decided: KindSharding, policy: str, ends: bool, forward: Works) -> Repeated:
+        """Return what a recompute policy repeats of a segment. `ends`: see `GraphFacts.repeated`.
+
+        By hand, and in compiled graphs, all kernels of a block run again.
+        """
+        kernels = self.workbook.kernels
+        placed = {segment.nodes[i]: strategy for i, strategy in decided.strategies.items()}
+        if policy == "logits":
+            heads = heads_of(segment, decided)
+            again = (w for head in heads for w in self.kernels(head.linear, placed[head.linear])[0])
+            return Repeated((*again, *(w for head in heads for w in chunked_works(self, head, placed))))
+        steps = self.workbook.facts.repeated(segment.kind, segment, decided, policy, ends and kernels != "fused")
+        nodes = [step.node for step in steps if step.node is not None]
+        collectives = [(s.collective, self.nbytes(s.outputs[0].info)) for s in steps if s.collective]
+        collectives += [(name, self.number(k) * 4) for node in nodes for name, k in placed[node].collectives]
+        if policy == "full" and not (ends and kernels == "eager"):
+            return Repeated(forward, tuple(collectives))
+        computed = (step.node for step in steps if step.node is not None and not step.view)
+        return Repeated(tuple(w for n in computed for w in self.kernels(n, placed[n])[0]), tuple(collectives))
 
     def _convert(
         self,
