@@ -126,7 +126,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         parameters=parameters,
         buffers=buffers,
         zero=plan.zero,
-        shards=min(plan.method.shards, plan.mesh.dp) if plan.zero else 0,
+        shards=min(plan.method.shards, plan.mesh.dp * plan.mesh.cp) if plan.zero else 0,
         precision=plan.precision,
         schedule=plan.schedule.kind,
         gather_later="dp" in plan.method.overlap,

@@ -1,4 +1,4 @@
-"""The bytes that every rank of a program sends, against those that its plan is priced for.
+"""The bytes that every rank of a program sends, and those of its optimizer's state, against its plan.
 
 The cluster computes in no time and sends 1 GB/s without latency, so that the predicted seconds of a rank's passes and
 of the end of its step are its gigabytes: (n - 1)/n of what n ranks gather, reduce or exchange, twice that for an
@@ -92,6 +92,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp, ZeRO 1": (2, {"dp": 2, "zero": 1}),
     "dp, ZeRO 3": (2, {"dp": 2, "zero": 3}),
     "groups of shards": (4, {"dp": 4, "zero": 2, "shards": 2, "micro": 1}),
+    "groups of shards over cp": (4, {"dp": 1, "cp": 4, "zero": 1, "shards": 2}),
+    "all shards over cp": (4, {"dp": 2, "cp": 2, "zero": 3, "shards": 4}),
     "tp": (2, {"tp": 2}),
     "tp, no sequence parallelism": (2, {"tp": 2, "sequence_parallel": False}),
     "tp, recompute full": (2, {"tp": 2, "recompute": "full"}),
@@ -125,6 +127,10 @@ def test_ranks_send_what_the_plan_is_priced_for(case: str, precision: str, sent:
         communicators.world.all_reduce(torch.zeros(1))
         sent[communicators.rank] = 0
         mine.train_step(share_of(layout.nest.flat(batch), layout.specs, mine.dp_rank, mine.dp_size))
+        moments = sum(each["exp_avg"].nbytes for each in mine._running.optimizer.state.values())
+        held = 2 + (precision == "bf16" and plan.zero < 3)  # moments, and main copies that do not count as parameters
+        whole = plan.predicted.memory[communicators.stage]["optimizer"]
+        assert held * moments == pytest.approx(whole, rel=0.01), "the optimizer's state"
         return int(communicators.stage)
 
     stages = run_lockstep(layout.mesh, step, in_turn=True)
