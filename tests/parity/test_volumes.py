@@ -136,3 +136,38 @@ def test_ranks_send_what_the_plan_is_priced_for(case: str, precision: str, sent:
     stages = run_lockstep(layout.mesh, step, in_turn=True)
     for rank, stage in enumerate(stages):
         assert predicted(plan)[stage] == pytest.approx(sent[rank], rel=0.035), f"rank {rank} of {plan.mesh}"
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_blocks_are_gathered_and_summed_as_often_as_the_plan_is_priced_for(
+    zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second for each collective of two ranks, and nothing for bytes: four layers, and what is before and behind."""
+    level = free().levels[0].model_copy(update={"bytes_per_s": 1e24, "latency_s": 1.0})
+    model, batch = gpt()
+    traced = autoptd.trace(model, inputs=batch)
+    fix = {"dp": 2, "micro": 4, "zero": zero, "kernels": "eager", "recompute": "none"}
+    cluster = free().model_copy(update={"levels": (level,)})
+    plan = autoptd.plan(traced, world=2, cluster=cluster, batch=BATCH, fix=fix)
+    par = autoptd.parallelize(traced, plan=plan, compile=False)
+    layout, values, called = par.layout, par.initial_values(), Counter[str]()
+
+    def counted(name: str, call: Any) -> Any:
+        def call_and_count(group: LockstepGroup, *args: Any) -> Any:
+            called[name] += group.rank == 0 and args[0].numel() > 8  # not counts
+            return call(group, *args)
+
+        return call_and_count
+
+    for name in ("all_gather_later", "reduce_scatter_later"):
+        monkeypatch.setattr(LockstepGroup, name, counted(name, getattr(LockstepGroup, name)))
+
+    def step(communicators: Any) -> None:
+        mine = copy.copy(par)
+        mine.start(communicators, values)
+        called.clear()
+        mine.train_step(share_of(layout.nest.flat(batch), layout.specs, mine.dp_rank, mine.dp_size))
+
+    run_lockstep(layout.mesh, step, in_turn=True)
+    assert called == {"all_gather_later": 6 * (1 if zero == 2 else 2), "reduce_scatter_later": 6}
+    assert predicted(plan)[0] / RATE == pytest.approx(called.total())

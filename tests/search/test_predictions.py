@@ -290,10 +290,10 @@ def test_a_gather_of_parameters_is_hidden_or_not(traced: autoptd.TracedModel) ->
     fix = {"zero": 3, "pp": 1, "tp": 1, "dp": 8, "micro": 1}
     shown, hidden = (chunks(traced, **fix, overlap=o)[0].chunk(0, last, {}) for o in ([], ["dp"]))
     own, _ = chunks(traced, **fix | {"zero": 1})
-    trained = own.numel(0, last)
-    # gathered for the forward and for the backward pass, in bf16; gradients scattered in fp32; last blocks
-    gather = last * collective_s("all_gather", trained * 2 / last, NODE, 8)
-    scatter = last * collective_s("reduce_scatter", trained * 4 / last, NODE, 8)
+    trained, units = own.numel(0, last), 6  # four layers, and what is before and behind them
+    # gathered for the forward and for the backward pass, in bf16; gradients scattered in fp32
+    gather = units * collective_s("all_gather", trained * 2 / units, NODE, 8)
+    scatter = units * collective_s("reduce_scatter", trained * 4 / units, NODE, 8)
     assert shown.sharding_s == pytest.approx(2 * gather + scatter)
     assert 0 < hidden.sharding_s < shown.sharding_s
     assert own.chunk(0, last, {}).sharding_s == 0.0
@@ -307,14 +307,16 @@ def test_frozen_parameters_are_gathered_and_not_summed() -> None:
     frozen = autoptd.trace(model, seq=SEQ)
     last = len(frozen.folded.segments) - 1
     shown, _ = chunks(frozen, zero=3, pp=1, tp=1, dp=8, micro=1, overlap=[])
-    still, trained = shown.frozen_bytes(0, last), shown.numel(0, last)
+    still, trained, units = shown.frozen_bytes(0, last), shown.numel(0, last), shown.units(0, last)
     behind = shown.frozen_bytes(0, last, backward=True)
     assert 0 < behind < still and still == 2 * sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    forward, backward = (last * collective_s("all_gather", (trained * 2 + n) / last, NODE, 8) for n in (still, behind))
-    scatter = last * collective_s("reduce_scatter", trained * 4 / last, NODE, 8)
+    forward, backward = (
+        units * collective_s("all_gather", (trained * 2 + n) / units, NODE, 8) for n in (still, behind)
+    )
+    scatter = units * collective_s("reduce_scatter", trained * 4 / units, NODE, 8)
     assert shown.chunk(0, last, {}).sharding_s == pytest.approx(forward + backward + scatter)
     whole, _ = chunks(frozen, zero=2, pp=1, tp=1, dp=8, micro=1, overlap=[])
-    gather = last * collective_s("all_gather", trained * 2 / last, NODE, 8)
+    gather = units * collective_s("all_gather", trained * 2 / units, NODE, 8)
     assert whole.chunk(0, last, {}).sharding_s == pytest.approx(scatter), "parameters are whole in every pass"
     assert whole.gather_s([(0, last)]) == pytest.approx(gather) and shown.gather_s([(0, last)]) == 0.0
 

@@ -226,7 +226,7 @@ class ChunkCosts(StepEnd):
         c = self.candidate
         if c.zero < 2 or self.dp == 1:
             return 0.0, 0.0
-        blocks = max(1, last - first)
+        blocks = self.units(first, last)
         still = [self.frozen_bytes(first, last, backward=back) for back in (False, True)]
         passes = 1 + self._twice(first, last, policies)
         gather = back = 0.0

@@ -203,6 +203,22 @@ class ChunkParameters:
 
         return [(blocks[name], (0,)) if name in blocks else ("", read(name)) for name in names]
 
+    def units(self, first: int, last: int) -> int:
+        """Return the number of buckets of `_units` in a run of segments, if each is smaller than a bucket may be:
+        parameters that follow each other and have one owner, a block or none, share a bucket."""
+        begun = self._memoised("units", self._count_units)
+        return 1 + begun[last] - begun[first]
+
+    def _count_units(self) -> list[int]:
+        """Return by segment how often the owner of parameters has changed."""
+        owners = [[self._blocks.get(p[0], "") for p in mine] for mine in self._parameters]
+        found, owner = list[int](), next((mine[0] for mine in owners if mine), "")
+        for mine in owners:
+            changed = bool(mine) and mine[0] != owner
+            found.append((found[-1] if found else 0) + changed)
+            owner = mine[0] if mine else owner
+        return found
+
     @property
     def _blocks(self) -> dict[str, str]:
         return self._memoised("blocks", self._name_blocks)

@@ -139,7 +139,7 @@ class StepEnd(ChunkParameters):
         """Return seconds of all-gathering the updated parameters (ZeRO-1 and 2)."""
         if self.candidate.zero not in (1, 2) or self.dp == 1:
             return 0.0
-        blocks = sum(last - first for first, last in runs) if self.candidate.zero == 2 else 1  # no bucket spans two
+        blocks = sum(self.units(*run) for run in runs) if self.candidate.zero == 2 else 1  # no bucket spans two
         found = 0.0
         for trained, copies in self._trained(runs):
             buckets = max(blocks, self.buckets(trained))
