@@ -94,8 +94,8 @@ class Splits(Part):
 class Collectives(Part):
     """Collectives on the tp axis of one segment of a kind and one microbatch; `count` segments are of that kind.
 
-    Maps names of collectives to how often they are issued. Recomputation repeats those of its forward pass that a second
-    run comes to.
+    Maps names of collectives to how often they are issued. Recomputation repeats those of its forward pass that its
+    second run comes to.
     """
 
     count: Count
