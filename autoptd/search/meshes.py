@@ -180,7 +180,8 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
 
     Without a pipeline all schedules but GPipe coincide, and only the first of them is listed. `strict`: drop microbatch
     counts that a schedule refuses; False if the user fixed both, so that the schedule's error is raised."""
-    groups = [n for n in limits.shards if n == 0 or (c.zero and n < c.dp * c.cp and c.dp * c.cp % n == 0)]
+    ranks, fixed = c.dp * c.cp, len(limits.shards) == 1  # of several, 0 stands for all ranks
+    groups = [n for n in limits.shards if not n or (c.zero and ranks % n == 0 and (fixed or n < ranks))]
     alone = c.pp == 1 and len(limits.schedules) > 1
     for schedule in [s for s in limits.schedules if not alone or s in (limits.schedules[0], "gpipe")]:
         row = row_of(schedule)
@@ -192,7 +193,7 @@ def _ways(limits: MeshLimits, c: Candidate, strict: bool) -> Iterator[Candidate]
             if row.groups and ((strict and c.microbatches % c.pp) or (c.pp == 1 and len(limits.virtuals) > 1)):
                 continue
             run = c._replace(schedule=schedule, virtual=virtual)
-            for shards in groups or limits.shards[:1]:
+            for shards in groups:
                 for ep, etp in _experts(limits, c, shards):
                     for pools in _placed(limits, c):
                         yield run._replace(ep=ep, etp=etp, pools=pools, shards=shards)
@@ -286,10 +287,8 @@ def _check_alone(limits: MeshLimits, choices: Mapping[str, int | str]) -> None:
     allowed: dict[str, Sequence[int | str]] = {"zero": limits.zeros, "recompute": limits.recomputes}
     for name, values in allowed.items():
         if name in choices and (choices[name] not in values or isinstance(choices[name], bool)):
-            known = ", ".join(map(str, values))
-            raise PlanError(
-                f"{name} {choices[name]!r} is not possible", where=f"fix[{name!r}]", fix=f"possible: {known}"
-            )
+            what, fix = f"{name} {choices[name]!r} is not possible", f"possible: {', '.join(map(str, values))}"
+            raise PlanError(what, where=f"fix[{name!r}]", fix=fix)
 
 
 def _check_together(limits: MeshLimits, choices: Mapping[str, int | str]) -> None:
@@ -307,11 +306,8 @@ def _check_together(limits: MeshLimits, choices: Mapping[str, int | str]) -> Non
         sizes = [d for d in limits.tp_sizes if limits.world % d == 0]
         raise PlanError(f"the model cannot be split by tp {tp}", where="fix['tp']", fix=f"use tp {around(tp, sizes)}")
     if fixed.get("pp", 1) > limits.segments:
-        raise PlanError(
-            f"pp {fixed['pp']} is more than the {limits.segments} segments that the model can be cut into",
-            where="fix['pp']",
-            fix=f"use pp <= {limits.segments}",
-        )
+        what = f"pp {fixed['pp']} is more than the {limits.segments} segments that the model can be cut into"
+        raise PlanError(what, where="fix['pp']", fix=f"use pp <= {limits.segments}")
     product = math.prod(fixed.values())
     text = " x ".join(f"{name} {value}" for name, value in fixed.items())
     if len(fixed) == 3 and product != limits.world:
@@ -396,5 +392,8 @@ def _no_way(limits: MeshLimits, options: Sequence[Candidate], asked: str) -> Pla
         what = f"{asked} fits no mesh: ep divides dp × cp, or dp × cp × tp with etp 1, which splits the tokens over tp"
         fix = "use a larger batch or a smaller ep, or fix fewer of tp, pp, cp, ep and etp"
         return PlanError(f"{what}; dp is at most the batch of {limits.batch}", where="fix['ep']", fix=fix)
+    if any(True for c in options for _ in _ways(replace(any_cut, shards=(0,)), c, strict=False)):
+        what = f"groups of {limits.shards[0]} shards fit no mesh with {asked} that shards state"
+        return PlanError(what, where="fix['shards']", fix="use a divisor of dp × cp, with zero 1, 2 or 3")
     where, fix = f"{limits.pool_ranks} devices of each type", "fix fewer of dp, tp, pp and cp, or use another world"
     return PlanError(f"no mesh with {asked} has stages of one type of device each", where=where, fix=fix)

@@ -196,6 +196,17 @@ def test_every_way_is_listed_once() -> None:
     assert {c.virtual for c in found} == {1, 2, 3} and {c.cp for c in found} == {1, 2, 4}
 
 
+def test_fixed_groups_of_shards_are_obeyed_or_refused() -> None:
+    found = candidates(replace(WIDE, cps=(1, 2, 4), shards=(4,)))
+    assert found and all(c.shards == 4 and c.zero and c.dp * c.cp % 4 == 0 for c in found)
+    assert {c.dp * c.cp for c in found} == {4, 8, 16} and any(c.dp < 4 for c in found)
+    for choices in ({"dp": 2}, {"dp": 4, "zero": 0}, {"dp": 1, "zero": 1}):
+        with pytest.raises(PlanError, match="groups of 4 shards fit no mesh with"):
+            candidates(replace(WIDE, shards=(4,)), choices)
+    with pytest.raises(PlanError, match="groups of 3 shards fit no mesh with dp 4"):
+        candidates(replace(WIDE, shards=(3,)), {"dp": 4})
+
+
 def test_a_fixed_schedule_is_kept_without_a_pipeline() -> None:
     found = candidates(replace(WIDE, schedules=("zero-bubble",)), {"pp": 1})
     assert found and {c.schedule for c in found} == {"zero-bubble"}
