@@ -169,7 +169,7 @@ def check(fix: dict[str, Any], memory_bytes: float) -> None:
     """Assert that the constrained search finds the best of all plans that satisfy the constraints."""
     dimensions = searched_for(fix)
     again = {"recompute": fix["recompute"]} if "recompute" in fix else {}
-    kept = [c for c in planner(again, dimensions, memory_bytes).candidates() if may_be(c, fix)]
+    kept = [c for c in planner(again, dimensions, memory_bytes).space() if may_be(c, fix)]
     found = answered(fix, dimensions, memory_bytes)
     try:
         oracle = planner({n: v for n, v in fix.items() if n in TENSORS}, dimensions, memory_bytes)
