@@ -161,25 +161,27 @@ def op_costs(plan: Plan, traced: TracedModel) -> OpCosts:
     chunks, _ = chunks_of(plan, traced)
     names = _OpNames(chunks)
     sums: dict[tuple[str, str], _Sums] = {}
-    counted: Counter[tuple[int, str, str, bool]] = Counter()  # (pipeline rank, kind, policy, ends) -> segments
+    counted: Counter[tuple[int, int, str]] = Counter()  # (pipeline rank, first equal segment, policy) -> segments
     m, ranks = plan.schedule.microbatches, plan.mesh.pp
+    segments, ends = traced.folded.segments, chunks.tensors.workbook.facts.block_ends
+    firsts: dict[tuple[str, bool], int] = {}  # of each kind, the first that ends a block, and the first that does not
     for stage, part in enumerate(plan.stages):
         rank, policies = plan.route.holder(stage), plan.policies(part)
         for i in range(part.first, part.last + 1):
-            counted[rank, traced.folded.segments[i].kind, policies.get(i, ""), chunks.ends(i, part.last)] += 1
+            counted[rank, firsts.setdefault((segments[i].kind, i in ends), i), policies.get(i, "")] += 1
         adding_s = m * chunks.on(rank).accumulation_s(chunks.on(rank).numel(part.first, part.last))
         if adding_s:
             sums.setdefault((EVERYWHERE, GRADIENTS), _Sums()).seconds[rank, "backward"] += adding_s
     runs: list[KernelRun] = []
-    for (rank, kind, policy, ends), segments in counted.items():
-        own, times = chunks.on(rank), m * segments
-        for key, name, seconds, works in _parts(own, names, kind, policy, ends):
+    for (rank, i, policy), alike in counted.items():
+        own, times = chunks.on(rank), m * alike
+        for key, name, seconds, works in _parts(own, names, i, policy):
             found = sums.setdefault(key, _Sums())
             found.seconds[rank, name] += times * seconds
             for work in works:
                 found.kernels[name] += times * (0 if work.part else work.launches)
                 _count(found, own.cluster.device, work, times)
-                if node := names.op(kind, work):
+                if node := names.op(segments[i].kind, work):
                     facts = own.tensors.workbook.ops[node]
                     runs.append(KernelRun(work, facts, node, names.strategies[node], *key, times / ranks, name, own))
     rows = [_row(*key, found, ranks) for key, found in sums.items()]
@@ -223,11 +225,10 @@ def _row(module: str, kernel: str, found: _Sums, ranks: int) -> OpCost:
 _Part = tuple[tuple[str, str], str, float, list[OpWork]]  # (module, kernel), pass, seconds, kernels
 
 
-def _parts(chunks: ChunkCosts, names: _OpNames, kind: str, policy: str, ends: bool) -> Iterator[_Part]:
-    """Yield the seconds of one microbatch in a segment of a kind, which a policy recomputes; "" for none. `ends`: see
-    `ChunkCosts.ends`."""
-    segment = chunks.folded.representatives[kind]
-    cost, whole = chunks.sharded.costs[kind], chunks.segment(segment.index)
+def _parts(chunks: ChunkCosts, names: _OpNames, segment: int, policy: str) -> Iterator[_Part]:
+    """Yield the seconds of one microbatch in a segment, which a policy recomputes; "" for none."""
+    kind = chunks.folded.segments[segment].kind
+    cost, whole = chunks.sharded.costs[kind], chunks.segment(segment)
     work = cost.work
     yield from _kernels(chunks, names, kind, "forward", work.forward)
     yield from _kernels(chunks, names, kind, "backward", work.backward)
@@ -238,9 +239,9 @@ def _parts(chunks: ChunkCosts, names: _OpNames, kind: str, policy: str, ends: bo
         yield own, "backward", whole.backward_tp_s, []
     if policy in ("", OFFLOAD):
         return
-    again = work.recomputed[policy, ends].works
+    again = work.recomputed[policy, segment in chunks.tensors.workbook.facts.block_ends].works
     yield from _kernels(chunks, names, kind, "recompute", again)
-    exposed_s = chunks.added_s(segment.index, policy, ends)[1] - work_s(chunks.cluster.device, again)
+    exposed_s = chunks.added_s(segment, policy)[1] - work_s(chunks.cluster.device, again)
     if exposed_s > 1e-12:
         yield own, "recompute", exposed_s, []
 

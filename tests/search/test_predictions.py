@@ -345,9 +345,23 @@ def test_attention_that_runs_again_asks_the_ring_again(traced: autoptd.TracedMod
     (segment,) = {s.kind: s.index for s in ring.folded.segments if ring.cost(s.index).work.ring_bytes}.values()
     cost, kept = ring.cost(segment), again.cost(segment)
     again_s = cost.again_s["selective", False] + ring._context_s(cost)[0]
-    assert ring.added_s(segment, "selective", False)[1] == pytest.approx(again_s)
+    assert ring.added_s(segment, "selective")[1] == pytest.approx(again_s)
     again_s = kept.again_s["ops", False] + kept.again_comm_s["ops", False]  # the result of attention is saved
-    assert again.added_s(segment, "ops", False)[1] == pytest.approx(again_s)
+    assert again.added_s(segment, "ops")[1] == pytest.approx(again_s)
+
+
+def test_a_compiled_block_runs_again_to_its_end(traced: autoptd.TracedModel) -> None:
+    """An eager one stops before its last product: of a layer, "ops" saves the results of two others of the four."""
+    width = WIDTH * WIDTH * SEQ * 2 * 2  # FLOPs of a product of width by width, of two samples
+
+    def repeated(kernels: str, policy: str) -> float:
+        own, _ = chunks(traced, 1, dp=1, tp=1, pp=1, recompute=policy, kernels=kernels)
+        ends = own.tensors.workbook.facts.block_ends
+        layer = [own.cost(i).work.recomputed[policy, i in ends].works for i in (2, 3)]
+        return sum(w.flops for works in layer for w in works if w.kind == "matmul") / width
+
+    assert [repeated(kernels, "ops") for kernels in ("eager", "compiled", "fused")] == [1, 5, 5]
+    assert [repeated(kernels, "full") for kernels in ("eager", "compiled", "fused")] == [8, 12, 12]
 
 
 def test_scores_of_a_cp_rank_have_all_columns() -> None:

@@ -97,7 +97,7 @@ class BlockCosts:
 
     def added_s(self, run: Sequence[int], policy: str) -> tuple[float, float]:
         """Return the seconds that a policy adds to the passes of segments (forward, backward)."""
-        added = [(0.0, 0.0) if policy == NONE else self.chunks.added_s(i, policy, i == run[-1]) for i in run]
+        added = [(0.0, 0.0) if policy == NONE else self.chunks.added_s(i, policy) for i in run]
         return sum(forward_s for forward_s, _ in added), sum(backward_s for _, backward_s in added)
 
     @property

@@ -89,7 +89,7 @@ class ChunkCosts(StepEnd):
         forward = backward = recompute = copies = forward_tp = backward_tp = weight = statistics = 0.0
         for i in range(first, last + 1):
             part = self.segment(i)
-            there, again = self.added_s(i, policies[i], self.ends(i, last)) if i in policies else (0.0, 0.0)
+            there, again = self.added_s(i, policies[i]) if i in policies else (0.0, 0.0)
             forward, backward = forward + part.forward_s + there, backward + part.backward_s + again
             forward_tp, backward_tp = forward_tp + part.forward_tp_s, backward_tp + part.backward_tp_s
             if there:
@@ -118,21 +118,20 @@ class ChunkCosts(StepEnd):
         backward_s += self.accumulation_s(self.numel_read_first(segment, None))
         return replace(part, forward_s=part.forward_s + forward_s, backward_s=part.backward_s + backward_s)
 
-    def ends(self, segment: int, last: int) -> bool:
-        """Return whether a segment is the last of those of its block in a run that ends with segment `last`."""
-        return segment == last or segment in self._block_ends
-
-    @cached_property
-    def _block_ends(self) -> frozenset[int]:
-        return frozenset(block.first + block.length - 1 for block in self.tensors.workbook.facts.blocks)
-
-    def added_s(self, segment: int, policy: str, ends: bool) -> tuple[float, float]:
+    def added_s(self, segment: int, policy: str) -> tuple[float, float]:
         """Return the seconds that a policy adds to the passes of a segment (forward, backward): of recomputation with
-        its communication, or of copies to the host and back, which nothing hides. `ends`: see `ends`."""
+        its communication, or of copies to the host and back, which nothing hides.
+
+        Where a stage ends within a block, its recomputation stops early too; that is left out, so that a segment costs
+        the same in every stage."""
         if policy == OFFLOAD:
             nbytes, host = self.offloaded_bytes(segment), self.cluster.device.host
             return nbytes / host.to_bytes_per_s, nbytes / host.from_bytes_per_s
-        cost, how = self.cost(segment), (policy, ends)
+        cost, ends = self.cost(segment), segment in self.tensors.workbook.facts.block_ends
+        how = (
+            (policy if (policy, ends) in cost.again_s else "full"),
+            ends,
+        )  # one that was not asked for: if only it fits
         seconds, comm_s, tp = cost.again_s[how], cost.again_comm_s[how], self._tp(cost)
         if policy == "full" and "tp" in self.method.overlap:  # as in forward
             seconds, comm_s = seconds + tp.slower_s[0], min(comm_s, tp.forward_s)

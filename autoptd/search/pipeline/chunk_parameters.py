@@ -63,12 +63,15 @@ class ChunkParameters:
         return memo[what]  # type: ignore[no-any-return]
 
     def _name_segments(self) -> tuple[int, ...]:
-        """Name segments of one kind with equal parameters and equal crossing tensors alike."""
-        known: dict[tuple[object, ...], int] = {}
+        """Name segments of one kind, equal parameters and equal crossing tensors alike: those that end a block, and
+        others."""
+        known, ends = dict[tuple[object, ...], int](), self.tensors.workbook.facts.block_ends
         keys = zip(self.folded.segments, self._parameters, (*self._crossing_bytes[1:], (0, 0)), strict=True)
         return tuple(
             # where a kind's parameters are stored is decided once
-            known.setdefault((s.kind, tuple((p[1], p[3], p[4]) for p in parameters), behind), len(known))
+            known.setdefault(
+                (s.kind, s.index in ends, tuple((p[1], p[3], p[4]) for p in parameters), behind), len(known)
+            )
             for s, parameters, behind in keys
         )
 

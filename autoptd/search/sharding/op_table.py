@@ -166,6 +166,11 @@ class GraphFacts:
         return tuple(find_blocks(self.folded))
 
     @cached_property
+    def block_ends(self) -> frozenset[int]:
+        """The last segment of each block."""
+        return frozenset(block.first + block.length - 1 for block in self.blocks)
+
+    @cached_property
     def has_attention(self) -> bool:
         """True if any op is fused attention."""
         return any(op.work.kind == "attention" for op in self.ops.values())

@@ -226,7 +226,8 @@ class Tensors(SplitNumbers):
     def _repeated(self, segment: Segment, decided: KindSharding, policy: str, ends: bool, forward: Works) -> Repeated:
         """Return what a recompute policy repeats of a segment. `ends`: see `GraphFacts.repeated`.
 
-        By hand, and in compiled graphs, all kernels of a block run again.
+        By hand, all of a block runs again. A compiled graph saves tensors when it has ended, so that all kernels run
+        again, and the collectives, which are no part of a graph, only up to the last that is needed.
         """
         kernels = self.workbook.kernels
         placed = {segment.nodes[i]: strategy for i, strategy in decided.strategies.items()}
@@ -240,6 +241,8 @@ class Tensors(SplitNumbers):
         collectives += [(name, self.number(k) * 4) for node in nodes for name, k in placed[node].collectives]
         if policy == "full" and not (ends and kernels == "eager"):
             return Repeated(forward, tuple(collectives))
+        if ends and kernels != "eager":
+            steps = self.workbook.facts.repeated(segment.kind, segment, decided, policy, False)
         computed = (step.node for step in steps if step.node is not None and not step.view)
         return Repeated(tuple(w for n in computed for w in self.kernels(n, placed[n])[0]), tuple(collectives))
 
