@@ -22,6 +22,7 @@ from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.pipeline.evaluate import Staged
 from autoptd.search.runners_up import Answer
 from autoptd.search.sharding.dispatch_cost import experts_of
+from autoptd.search.sharding.kind_cost import work_s
 from autoptd.text import fold_names
 
 if TYPE_CHECKING:
@@ -56,11 +57,24 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     notes += ring_notes(answer.staged)
     notes += _context_notes(source, answer)
     notes += _expert_notes(answer)
+    waits = "; splits are chosen as if no segment waited for the host, as some do: others may be a few percent faster"
     notes.append(
         f"{answer.considered} configurations considered, {answer.visited} partitioned into stages; "
-        f"by this cost model none is faster by more than {answer.gap:.1%}"
+        f"by this cost model none is faster by more than {answer.gap:.1%}{waits * _waits_for_host(answer.staged)}"
     )
     return notes
+
+
+def _waits_for_host(staged: Staged) -> bool:
+    """Return whether the device waits for the host to launch kernels for 1 % of the passes or more, over tp ranks:
+    other splits may have fewer kernels."""
+    device = staged.chunks.cluster.device
+    at_once, waiting_s, total_s = device.model_copy(update={"dispatch_s": 0.0}), 0.0, 0.0
+    for count, cost in staged.chunks.sharded.every_kind:
+        for works in (cost.work.forward, cost.work.backward):
+            total_s += count * work_s(device, works)
+            waiting_s += count * (work_s(device, works) - work_s(at_once, works))
+    return staged.candidate.tp > 1 and waiting_s >= 0.01 * total_s
 
 
 def update_notes(source: TracedModel) -> list[str]:

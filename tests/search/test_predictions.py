@@ -364,6 +364,17 @@ def test_a_compiled_block_runs_again_to_its_end(traced: autoptd.TracedModel) -> 
     assert [repeated(kernels, "full") for kernels in ("eager", "compiled", "fused")] == [8, 12, 12]
 
 
+@pytest.mark.parametrize(("dispatch_s", "tp", "said"), [(1e-4, 2, True), (1e-4, 1, False), (1e-9, 2, False)])
+def test_the_note_on_what_is_best_leaves_out_who_waits_for_the_host(
+    traced: autoptd.TracedModel, dispatch_s: float, tp: int, said: bool
+) -> None:
+    """The splits program adds up kernels, so that it proves nothing where the host takes longer."""
+    cluster = NODE.model_copy(update={"device": NODE.device.model_copy(update={"dispatch_s": dispatch_s})})
+    fix = {"tp": tp, "pp": 1, "kernels": "eager"}
+    note = autoptd.plan(traced, world=2, cluster=cluster, batch=8, fix=fix).notes[-1]
+    assert "none is faster" in note and ("waited for the host" in note) == said
+
+
 def test_scores_of_a_cp_rank_have_all_columns() -> None:
     """Attention written out has half the rows, so half the operations and half the bytes."""
     config = transformers.BertConfig(
