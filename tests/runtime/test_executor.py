@@ -185,12 +185,16 @@ def test_recompute_changes_no_bit() -> None:
     assert all(torch.equal(again[name], value) for name, value in kept.items())
 
 
+class Held:
+    """An object that lives as long as what refers to it."""
+
+
 @pytest.mark.parametrize("kind", RUNNABLE)
 def test_activations_die_with_their_backward(kind: str) -> None:
     """Activations alive never exceed the schedule's bound, which predicts memory; none outlive the step."""
     virtual = row_of(kind).chunks or 2
     mesh = Mesh(pp=4 // virtual, virtual=virtual, stage_order=row_of(kind).shape)
-    most, made = [0] * mesh.pp, [list[weakref.ref[Tensor]]() for _ in range(mesh.pp)]
+    most, made = [0] * mesh.pp, [list[weakref.ref[Any]]() for _ in range(mesh.pp)]
 
     def body(c: Communicators) -> None:
         trainer = test_trainer.build(c, tiny.layout(mesh, micro=1, microbatches=8, schedule=kind))
@@ -198,7 +202,9 @@ def test_activations_die_with_their_backward(kind: str) -> None:
 
             def forward(*args: Tensor, whole: Any = stage.forward, **kwargs: Any) -> Any:
                 out = whole(*args, **kwargs)
-                made[c.stage].append(weakref.ref(out if isinstance(out, Tensor) else out[0]))
+                node = (out if isinstance(out, Tensor) else out[0]).grad_fn
+                node.metadata["held"] = held = Held()  # as long as the graph, with what it saves
+                made[c.stage].append(weakref.ref(held))
                 most[c.stage] = max(most[c.stage], sum(ref() is not None for ref in made[c.stage]))
                 return out
 

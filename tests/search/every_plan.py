@@ -84,15 +84,18 @@ Seconds = tuple[float, ...]
 
 
 class ChunkWays:
-    """Seconds, bytes saved, peak and bytes on the host of all recomputations of the blocks of a run of segments.
+    """Seconds, bytes saved, peak, bytes on the host and bytes held until W of all recomputations of the blocks of a run
+    of segments.
 
-    The first of those that are equal in all four.
+    The first of those that are equal in all five.
     """
 
     def __init__(self, stage_cost: StageCost, run: tuple[int, int]) -> None:
         self.blocks = list(stage_cost.blocks.within(*run))
         self.menus = [stage_cost.blocks.all_options(block, received=block[0] == run[0] > 0) for block in self.blocks]
-        self.recompute_s, self.kept, self.peak, self.host = np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1)
+        if run[0] == 0:  # its backward passes are whole
+            self.menus = [[w._replace(peak=w.peak._replace(waiting=0)) for w in menu] for menu in self.menus]
+        self.recompute_s, self.kept, self.peak, self.host, self.waiting = (np.zeros(1) for _ in range(5))
         for menu in self.menus:
             kept, full, again = (np.array(x, dtype=float) for x in zip(*map(_of, menu), strict=True))
             self.peak = np.maximum(self.peak[:, None], self.kept[:, None] + full).ravel()
@@ -100,10 +103,11 @@ class ChunkWays:
                 np.add.outer(*x).ravel() for x in ((self.kept, kept), (self.recompute_s, again))
             )
             self.host = np.add.outer(self.host, [float(way.host) for way in menu]).ravel()
+            self.waiting = np.add.outer(self.waiting, [float(way.peak.waiting) for way in menu]).ravel()
         self.peak = np.maximum(self.peak, self.kept)
-        all_four = self.recompute_s, self.kept, self.peak, self.host
-        _, self.index = np.unique(np.stack(all_four), axis=1, return_index=True)
-        self.recompute_s, self.kept, self.peak, self.host = (x[self.index] for x in all_four)
+        all_five = self.recompute_s, self.kept, self.peak, self.host, self.waiting
+        _, self.index = np.unique(np.stack(all_five), axis=1, return_index=True)
+        self.recompute_s, self.kept, self.peak, self.host, self.waiting = (x[self.index] for x in all_five)
 
     def ways(self, index: int) -> tuple[RecomputeOption, ...]:
         places = np.unravel_index(self.index[index], [len(menu) for menu in self.menus])
@@ -128,7 +132,12 @@ def _rank_choices(
     state, upcast = stages.chunks.state(mine, cuts), stages.chunks.update_bytes(mine)
     index = np.indices([len(c.recompute_s) for c in chunks]).reshape(len(chunks), -1)
     each = [c.kept[i] for c, i in zip(chunks, index, strict=True)]
-    rows = [sum(n * k for n, k in zip(row, each, strict=True)) for row in alive.rows]
+    later = [c.waiting[i] for c, i in zip(chunks, index, strict=True)]
+    waiting = alive.waiting or [(0,) * len(row) for row in alive.rows]
+    rows = [
+        sum(n * k + w * g for n, k, w, g in zip(row, each, put_off, later, strict=True))
+        for row, put_off in zip(alive.rows, waiting, strict=True)
+    ]
     kept = np.rint(np.maximum.reduce(rows) / alive.parts)
     above = np.stack([(c.peak - c.kept)[i] for c, i in zip(chunks, index, strict=True)]).max(axis=0)
     pairs, which = np.unique(kept + 1j * above, return_inverse=True)

@@ -63,8 +63,9 @@ def test_ranks_that_share_a_tensor_are_reported_together() -> None:
 def test_what_a_backward_pass_made(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = torch.autograd.backward
 
-    def spoil(tensors: Any, grads: Any = None, **named: Any) -> None:
-        backward(tensors, [torch.full_like(x, float("nan")) for x in tensors], **named)
+    def spoil(edges: Any, grads: Any = None, **named: Any) -> None:
+        made = [edge.node._input_metadata[edge.output_nr] for edge in edges]
+        backward(edges, [torch.full(tuple(x.shape), float("nan"), dtype=x.dtype) for x in made], **named)
 
     monkeypatch.setattr(torch.autograd, "backward", spoil)
     every = told(lambda par: None, dp=2, pp=2, tp=1, zero=0)
