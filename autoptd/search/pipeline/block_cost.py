@@ -34,7 +34,7 @@ class BlockCosts:
         self._wanted = chunks.candidate.recompute
         self._blocks = chunks.tensors.workbook.facts.blocks
         self._at = [at for at, block in enumerate(self._blocks) for _ in range(block.length)]  # by segment
-        self._options: dict[tuple[Kinds, bool], RecomputeOptions] = {}
+        self._options: dict[tuple[Kinds, bool, bool], RecomputeOptions] = {}
         self.fronts: dict[RankKey, RecomputeFront] = {}
         self.counting_host: dict[RankKey, RecomputeFront] = {}  # the same where host memory is a limit
         self._least_s: dict[Candidate, dict[tuple[int, ...], tuple[float, float, float, float]]] = {}
@@ -52,16 +52,19 @@ class BlockCosts:
     def kinds_of(self, block: tuple[int, ...]) -> Kinds:
         return tuple(self.folded.segments[i].kind for i in block)
 
-    def options_of(self, block: tuple[int, ...], received: bool = False) -> RecomputeOptions:
-        """Return the recompute options of a block, without dominated ones; see `all_options`."""
-        key = self.kinds_of(block), received and self.offloads
+    def options_of(self, block: tuple[int, ...], received: bool = False, waits: bool = False) -> RecomputeOptions:
+        """Return the recompute options of a block, without dominated ones; see `all_options`. `waits`: with those that
+        hold less between the parts of a split backward pass."""
+        key = self.kinds_of(block), received and self.offloads, waits
         if key not in self._options:
-            self._options[key] = undominated(self.all_options(block, received))
+            self._options[key] = undominated(self.all_options(block, received), counts_waiting=waits)
         return self._options[key]
 
-    def options_counting_host(self, block: tuple[int, ...], received: bool = False) -> RecomputeOptions:
+    def options_counting_host(
+        self, block: tuple[int, ...], received: bool = False, waits: bool = False
+    ) -> RecomputeOptions:
         """Return the same where host memory is a limit: with those that take less of it."""
-        return undominated(self.all_options(block, received), counts_host=True)
+        return undominated(self.all_options(block, received), counts_host=True, counts_waiting=waits)
 
     def all_options(self, block: tuple[int, ...], received: bool = False) -> list[RecomputeOption]:
         """Return all recompute options of a block.

@@ -66,11 +66,15 @@ def without_waiting(options: RecomputeOptions) -> RecomputeOptions:
     return tuple(option._replace(peak=option.peak._replace(waiting=0)) for option in options)
 
 
-def undominated(chosen: Sequence[RecomputeOption], *, counts_host: bool = False) -> RecomputeOptions:
-    """Drop dominated options; with `counts_host`, only those that take no less host memory."""
+def undominated(
+    chosen: Sequence[RecomputeOption], *, counts_host: bool = False, counts_waiting: bool = False
+) -> RecomputeOptions:
+    """Drop dominated options; with `counts_host`, only those that take no less host memory, and with `counts_waiting`,
+    only those that hold no less until W."""
     found: list[RecomputeOption] = []
     for option in sorted(chosen, key=lambda w: (w.recompute_s, w.peak.kept, _fullest(w), w.host)):
-        if not any(_no_larger(w, option) and (w.host <= option.host or not counts_host) for w in found):
+        smaller = [w for w in found if _no_larger(w, option) and (w.host <= option.host or not counts_host)]
+        if not any(w.peak.waiting <= option.peak.waiting or not counts_waiting for w in smaller):
             found.append(option)
     return tuple(found)
 

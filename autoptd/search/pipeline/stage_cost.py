@@ -20,7 +20,7 @@ from autoptd.cost_models.memory import (
     communicator_bytes,
     most_allocated,
 )
-from autoptd.schedule import Alive
+from autoptd.schedule import Alive, row_of
 from autoptd.search.pipeline.block_cost import NONE, BlockCosts, Kinds
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
 from autoptd.search.pipeline.cut_ilp import StageOption
@@ -258,10 +258,11 @@ class StageCost:
         if key not in self._spans:
             blocks = tuple(self.blocks.within(first, last))
             received = [block[0] == first > 0 for block in blocks]
+            waits = first > 0 and row_of(self.candidate.schedule).splits_backward
             both = list(zip(blocks, received, strict=True))
-            options = [self.blocks.options_of(*block) for block in both]
+            options = [self.blocks.options_of(*block, waits) for block in both]
             limited = self.blocks.offloads and self.host_limit < math.inf
-            more = [self.blocks.options_counting_host(*block) for block in both if limited]
+            more = [self.blocks.options_counting_host(*block, waits) for block in both if limited]
             if first == 0:  # no gradient leaves this stage: its B does everything
                 options, more = ([without_waiting(own) for own in found] for found in (options, more))
             self._spans[key] = SegmentRange(
