@@ -347,8 +347,8 @@ def alive(stage: int, stages: int, microbatches: int, schedule: str = "1f1b", vi
     interleaved    the warm-up of 2 (p - i - 1) + (v - 1) p chunks and the current one, with v chunks per rank
                    (Narayanan et al. 2021, section 2.2), all of average size
     zero-bubble-v  2 p - i - 1 of its chunk 0 and i + 1 of its chunk 1 at first, 2 p - i and i in the steady state:
-                   as many bytes as p of 1F1B if chunks are equal (Qi et al. 2023, section 6); fewer, all with their B
-                   begun, at the end of a step. i + 1 wait in zero-bubble, one here before, as the action lists show
+                   as many bytes as p of 1F1B if chunks are equal (Qi et al. 2023, section 6). Its action lists show
+                   one between B and W until the end of a step, then all of fewer. In zero-bubble it is i + 1 there
     """
     if not 0 <= stage < stages:
         raise ValueError(f"stage {stage} is not below the number of stages, {stages}")

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 import sympy
 import torch
-from torch import fx
 
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.dataflow import RANKS, DataflowStep, Flow, Number, Storage, Value, flow, join_heads
@@ -126,20 +125,6 @@ def _counted(found: Iterable[tuple[Storage, str]], regather: bool) -> Iterator[t
 
 def _distinct(values: Iterable[Value]) -> Iterator[Value]:
     return iter({v.storage: v for v in values}.values())
-
-
-def recomputed(
-    segments: Sequence[Segment], kinds: Mapping[str, KindSharding], policy: str, *, early_stop: bool = True
-) -> list[fx.Node]:
-    """Return the ops recomputed before the backward pass of a block, in program order, without views (they are free).
-
-    Raises ValueError.
-    """
-    region = flow(segments, kinds)
-    if policy == "logits":
-        return [head.linear for head in region.heads]
-    found = repeated_steps(region.steps, policy, early_stop=early_stop)
-    return [s.node for s in found if s.node is not None and not s.view]
 
 
 def repeated_steps(steps: Sequence[DataflowStep], policy: str, *, early_stop: bool = True) -> list[DataflowStep]:

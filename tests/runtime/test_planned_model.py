@@ -304,6 +304,15 @@ def test_trained_weights_may_be_loaded_into_the_model(assign: bool) -> None:
         parallel.train_step(batch)
 
 
+def _warned(act: Callable[[], object], text: str) -> bool:
+    """Return whether an act warns with this text; all of its warnings point to this file."""
+    with warnings.catch_warnings(record=True) as seen, torch.no_grad():
+        warnings.simplefilter("always")
+        act()
+    assert all(each.filename == __file__ for each in seen)
+    return any(text in str(each.message) for each in seen)
+
+
 @pytest.mark.fault("a changed model")
 def test_the_values_before_training_are_not_saved_unnoticed() -> None:
     torch.manual_seed(0)
@@ -311,11 +320,7 @@ def test_the_values_before_training_are_not_saved_unnoticed() -> None:
     parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
 
     def warns(asked: nn.Module) -> bool:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            torch.save(asked.state_dict(), io.BytesIO())
-        assert all(each.filename == __file__ for each in seen)
-        return any("values that training began with" in str(each.message) for each in seen)
+        return _warned(lambda: torch.save(asked.state_dict(), io.BytesIO()), "values that training began with")
 
     assert not warns(model)
     parallel.train_step(batch)
@@ -334,11 +339,7 @@ def test_the_values_before_training_are_not_evaluated_unnoticed() -> None:
     parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
 
     def warns(called: nn.Module) -> bool:
-        with warnings.catch_warnings(record=True) as seen, torch.no_grad():
-            warnings.simplefilter("always")
-            called(batch["x"])
-        assert all(each.filename == __file__ for each in seen)
-        return any("called with the values that training began with" in str(each.message) for each in seen)
+        return _warned(lambda: called(batch["x"]), "called with the values that training began with")
 
     assert not warns(model)
     parallel.train_step(batch)

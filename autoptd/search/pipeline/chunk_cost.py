@@ -128,10 +128,8 @@ class ChunkCosts(StepEnd):
             nbytes, host = self.offloaded_bytes(segment), self.cluster.device.host
             return nbytes / host.to_bytes_per_s, nbytes / host.from_bytes_per_s
         cost, ends = self.cost(segment), segment in self.tensors.workbook.facts.block_ends
-        how = (
-            (policy if (policy, ends) in cost.again_s else "full"),
-            ends,
-        )  # one that was not asked for: if only it fits
+        # a policy that was not to be priced counts as "full": only its memory is asked for then
+        how = (policy if (policy, ends) in cost.again_s else "full"), ends
         seconds, comm_s, tp = cost.again_s[how], cost.again_comm_s[how], self._tp(cost)
         if policy == "full" and "tp" in self.method.overlap:  # as in forward
             seconds, comm_s = seconds + tp.slower_s[0], min(comm_s, tp.forward_s)

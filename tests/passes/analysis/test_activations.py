@@ -15,7 +15,7 @@ from autoptd.passes.analysis.activations import (
     POLICIES,
     block_segments,
     nbytes,
-    recomputed,
+    repeated_steps,
     resymbolise,
     saved_activations,
     split_by_order,
@@ -39,6 +39,14 @@ NAMES = {H: h, A: a, H // A: h / a}
 def layer(tp: int, sequence_parallel: bool, fused: bool = False) -> tuple[Folded, dict[str, KindSharding]]:
     folded = traced(fused)
     return folded, dict(solved(folded, tp, sequence_parallel)[1].sharding.kinds)
+
+
+def recomputed(
+    segments: Sequence[Segment], kinds: dict[str, KindSharding], policy: str, *, early_stop: bool = True
+) -> list[fx.Node]:
+    """Return the ops that a block's second run executes, without views."""
+    found = repeated_steps(flow(segments, kinds).steps, policy, early_stop=early_stop)
+    return [step.node for step in found if step.node is not None and not step.view]
 
 
 def formula(tp: int, sequence_parallel: bool, policy: str, fused: bool = False, regather: bool = True) -> sympy.Expr:
