@@ -70,7 +70,7 @@ CASES = {
         _gpt2("gpt2-1.5b", 1600, 48, 25, 8),
         # Llama 3.2 1B and 3B, shapes of Meta's released configurations (quoted from memory)
         _llama("llama-1b", 2048, 16, 32, 8, 8192, 2),
-        _llama("llama-3b", 3072, 28, 24, 8, 8192, 1),
+        _llama("llama-3b", 3072, 28, 24, 8, 8192, 2),
         _mixture("mixture-0.7b", 1024, 12, 2048, 8, 2048),
         # Devlin et al. 2019, section 3; Dosovitskiy et al. 2021, table 1
         Case("bert-large", "BertForMaskedLM", _encoder(1024, 24, 16), 32, 512),
