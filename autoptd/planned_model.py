@@ -68,6 +68,7 @@ class PlannedModel:
         self._outside = _NotedTensors(_slots(others) + [(name, outside, name) for name in outside])
         self._given: Mapping[str, Tensor] = {}
         self._ahead = False  # whether a step was taken since the values were noted
+        self._is_trial = False
         for hook in [hook for _, m in found for hook in m._state_dict_pre_hooks.values()]:
             if isinstance(hook, _SavedBehind) and hook.is_behind:
                 text = "the model has the values that its training began with, from which this one begins again"
@@ -85,10 +86,14 @@ class PlannedModel:
         self.check()
         self._ahead = True
 
+    def only_tries(self) -> None:
+        """Say that the trained values are thrown away, as those of a verification: the model is not behind them."""
+        self._is_trial = True
+
     @property
     def is_behind(self) -> bool:
         """True if steps were taken since the user wrote to the model's tensors last."""
-        return self._ahead and self._values.are_as_noted
+        return self._ahead and not self._is_trial and self._values.are_as_noted
 
     def check(self) -> None:
         """Raise InputsError naming the first thing that has changed."""

@@ -68,4 +68,17 @@ def sample_plan(**changes: Any) -> Plan:
         ),
         "notes": ("batch was not given: 2 × world",),
     }
-    return Plan(**(fields | changes))
+    return Plan(**_agreeing(fields | changes))
+
+
+def _agreeing(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with a rate, a total and terms that follow from the others of the prediction."""
+    found, units = fields["predicted"], fields["batch"] * fields["sizes"].get("s", 1)
+    lacking = found.step_time_s - sum(found.time_s.values())
+    filled = {"compute": found.time_s.get("compute", 0.0) + lacking} if found.time_s and lacking > 1e-9 else {}
+    changes = {
+        "tokens_per_s": units / found.step_time_s,
+        "memory_bytes": max((sum(row.values()) for row in found.memory), default=0),
+        "time_s": found.time_s | filled,
+    }
+    return fields | {"predicted": found.model_copy(update=changes)}

@@ -119,7 +119,7 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
     staged, folded = answer.staged, source.folded
     candidate, sharding = staged.candidate, staged.sharded.sharding
     strategies, boundaries = to_text(folded, sharding)
-    return Plan(
+    plan = Plan(
         model=source.name,
         graph_hash=source.graph_hash,
         world=task.world,
@@ -150,6 +150,7 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         others=tuple(map(_other, answer.runners_up)),
         notes=notes,
     )
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"choices": plan.choices})})
 
 
 def _mesh(c: Candidate) -> MeshSizes:

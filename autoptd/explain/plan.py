@@ -86,7 +86,8 @@ def headline(plan: PlanData) -> str:
     zero = f"ZeRO-{plan.zero}" if plan.zero else "no ZeRO"
     system = f", as {printable(plan.system, keep='')}" if plan.system else ""
     where = f"{plan.model} on {plan.world} × {plan.cluster.name}"
-    return f"{where}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}{system}"
+    changed = "; changed since it was predicted: times and memory are of other choices" if plan.was_changed else ""
+    return f"{where}: {plan.mesh}, {zero}, recompute {recompute_text(plan)}{system}{changed}"
 
 
 def brief(plan: PlanData) -> str:

@@ -1,7 +1,7 @@
 """A plan as a table for any other framework: each parameter's placement on every mesh axis, and its stages.
 
-dp  B: replicated (gradients are averaged)     F: a shard of the flattened tensor (ZeRO-3)
-cp  B
+dp  B: replicated (gradients are averaged)     F: a shard of the flattened tensor (ZeRO-3, over dp and cp together)
+cp  as dp
 tp  the plan's placement, `autoptd.layout.placements`
 """
 
@@ -22,6 +22,7 @@ def mapping(plan: Plan) -> dict[str, Any]:
     A parameter's stages are those with a segment whose modules hold it: several for a shared tensor, none for a
     parameter that no segment's name covers.
     """
+    copies = "F" if plan.zero == 3 else "B"
     axes = ["pp", "dp", "cp", "tp"]  # rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp
     return {
         "format": FORMAT,
@@ -34,7 +35,7 @@ def mapping(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision,
         "optimizer": plan.optimizer,
         "schedule": {"kind": plan.schedule.kind, "chunks_per_rank": plan.schedule.virtual},
-        "zero": {"level": plan.zero, "ranks": plan.method.shards or plan.mesh.dp},
+        "zero": {"level": plan.zero, "ranks": (plan.method.shards or plan.mesh.dp * plan.mesh.cp) if plan.zero else 1},
         "method": asdict(plan.method),
         "stages": [
             {
@@ -45,7 +46,7 @@ def mapping(plan: Plan) -> dict[str, Any]:
             for k, stage in enumerate(plan.stages)
         ],
         "parameters": {
-            name: {"dp": "F" if plan.zero == 3 else "B", "cp": "B", "tp": text, "stages": stages}
+            name: {"dp": copies, "cp": copies, "tp": text, "stages": stages}
             for (name, text), stages in zip(
                 sorted(plan.splits.parameters.items()), _stages(plan, sorted(plan.splits.parameters)), strict=True
             )

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
 from autoptd.errors import PlanError
 from autoptd.export.layers import (
     Layers,
@@ -36,7 +37,6 @@ from autoptd.plans.model import Plan
 from autoptd.text import printable
 
 _LEFT = "--lr and its schedule, --clip-grad (1.0 by default), --train-iters, data, tokenizer and checkpoints"
-_GRADIENT_BYTES = {"main": 4, "both": 4, "fused": 4, "compute": 2}
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,8 @@ def _batch(plan: Plan) -> Items:
         yield "--seq-length", str(seq)
     else:
         yield "--seq-length is left to you: the plan has no sequence length"
+    if plan.loss_averaging == "global":  # without it, every microbatch counts alike, however many labels it ignores
+        yield "--calculate-per-token-loss", ""
 
 
 def _data_parallel(plan: Plan) -> Items:
@@ -218,17 +220,15 @@ def _data_parallel(plan: Plan) -> Items:
         yield "--no-gradient-accumulation-fusion", ""
         yield "--ckpt-format", "fsdp_dtensor"
     yield from _shards(plan)
-    if any(method.offload):
-        yield "--optimizer-cpu-offload", ""
-        yield "--optimizer-offload-fraction", f"{max(method.offload):g}"
-        yield "--use-precision-aware-optimizer", ""
+    yield from _offload(plan)
     if "dp" in method.overlap and dp * plan.mesh.cp > 1:
         yield "--overlap-grad-reduce", ""
         if plan.zero:
             yield "--overlap-param-gather", ""
         if method.bucket_bytes:
-            yield "--ddp-bucket-size", str(max(1, method.bucket_bytes // _GRADIENT_BYTES[method.gradients]))
-    elif method.bucket_bytes and dp > 1:
+            table = COMPUTE_BYTES if method.gradients == "compute" else MAIN_BYTES
+            yield "--ddp-bucket-size", str(max(1, method.bucket_bytes // table[plan.precision]))
+    elif method.bucket_bytes and dp * plan.mesh.cp > 1:
         yield f"buckets have {method.bucket_bytes} bytes: without overlap Megatron-LM reduces all gradients at once"
     if plan.precision == "bf16" and method.gradients == "compute":
         yield "--grad-reduce-in-bf16", ""
@@ -239,13 +239,25 @@ def _data_parallel(plan: Plan) -> Items:
 
 
 def _shards(plan: Plan) -> Items:
-    shards, dp = plan.method.shards, plan.mesh.dp
-    if plan.zero and shards not in (0, dp):
-        if dp % shards:
-            raise PlanError(
-                f"ZeRO over {shards} ranks does not divide dp {dp}", where="method.shards", fix="plan again"
-            )
-        yield "--num-distributed-optimizer-instances", str(dp // shards)
+    shards, copies = plan.method.shards, plan.mesh.dp * plan.mesh.cp  # both systems shard over dp and cp together
+    if plan.zero and shards not in (0, copies):
+        yield "--num-distributed-optimizer-instances", str(copies // shards)
+
+
+def _offload(plan: Plan) -> Items:
+    shares, copies = plan.method.offload, plan.mesh.dp * plan.mesh.cp
+    if not any(shares):
+        return
+    yield "--optimizer-cpu-offload", ""
+    yield "--optimizer-offload-fraction", f"{max(shares):g}"
+    yield "--use-precision-aware-optimizer", ""  # `validate_args` asks for it, and for Adam with sharded state
+    if not plan.zero:
+        yield "--use-distributed-optimizer", ""
+    if len(set(shares)) > 1:
+        listed = ", ".join(f"{share:g}" for share in shares)
+        yield f"{listed} of the optimizer state is on the host, by pipeline rank: Megatron-LM takes one number"
+    if plan.optimizer != "adamw" or (not plan.zero and copies > 1):
+        yield "a part of the optimizer state is on the host: Megatron-LM offloads only the sharded state of Adam"
 
 
 def _recompute(plan: Plan, layers: Layers) -> Items:

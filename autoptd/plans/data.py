@@ -115,6 +115,8 @@ class Predicted(Part):
     model_flops_per_step: Amount
     times: tuple[dict[str, Amount], ...] = ()  # per stage: times of a microbatch, from `simulate.times_to_data`
     host: tuple[Index, ...] = ()  # per stage: bytes of one rank in host memory; left out of the file if ()
+    # of the choices that this was predicted for (`PlanData.choices`); "", left out of the file: unknown
+    choices: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""
 
 
 class OtherPlan(Part):
@@ -162,6 +164,10 @@ class Certificate(Part):
         """Return the text that is signed: all fields but the signature."""
         data = {"format": "autoptd-certificate", **self.model_dump(mode="json", exclude={"signature"})}
         return json.dumps(data, sort_keys=True, allow_nan=False)
+
+
+def _digest(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 class PlanData(Part):
@@ -227,8 +233,9 @@ class PlanData(Part):
         held = self.certificate
         left_out = {name for name in ("certificate", "others", "system", "whole") if not getattr(self, name)}
         data = self.model_dump(mode="json", exclude=left_out)
-        if not self.predicted.host:
-            del data["predicted"]["host"]
+        for name in ("host", "choices"):
+            if not getattr(self.predicted, name):
+                del data["predicted"][name]
         if held is not None and held.signature is None:
             del data["certificate"]["signature"]
         return json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n"
@@ -246,8 +253,18 @@ class PlanData(Part):
     @property
     def digest(self) -> str:
         """Digest of the plan's text without the certificate."""
-        text = self.model_copy(update={"certificate": None}).to_json()
-        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+        return _digest(self.model_copy(update={"certificate": None}).to_json())
+
+    @property
+    def choices(self) -> str:
+        """Digest of what the prediction depends on: all but names, notes, and what follows from the prediction."""
+        left_out = {"model", "notes", "predicted", "others", "certificate"}
+        return _digest(json.dumps(self.model_dump(mode="json", exclude=left_out), sort_keys=True, allow_nan=False))
+
+    @property
+    def was_changed(self) -> bool:
+        """True if the plan was predicted for other choices than it has, as after a change by hand."""
+        return self.predicted.choices not in ("", self.choices)
 
     def check_certificate(self) -> None:
         """Raise PlanFileError if the plan has a certificate, but was changed after it was verified."""

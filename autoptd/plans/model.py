@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from autoptd.plans.checks import Inconsistent, faults
 from autoptd.plans.data import PlanData
 from autoptd.plans.files import REMAKE, check_head, mistakes, refusal, unique_keys
 from autoptd.report.page import framed, plan_page
+
+
+class ChangedPlanWarning(UserWarning):
+    """A plan file has other choices than those that its times and memory were predicted for."""
 
 
 class Plan(PlanData):
@@ -40,12 +45,20 @@ class Plan(PlanData):
 
     @classmethod
     def from_json(cls, text: str, where: str = "") -> Plan:
-        """Parse the output of `to_json`. `where`: the text's origin, for the error. Raises PlanFileError."""
+        """Parse the output of `to_json`. `where`: the text's origin, for errors and warnings.
+
+        Raises PlanFileError. Warns (ChangedPlanWarning) of a plan whose choices were changed after it was predicted.
+        """
         check_head(parse_json(text, "plan", PlanFileError, where, REMAKE, unique_keys), where)
         try:
-            return cls.model_validate_json(text)
+            found = cls.model_validate_json(text)
         except ValidationError as error:
             raise refusal(*mistakes(error), where) from None  # the message holds all of the error
+        if found.was_changed:
+            what = f"the plan {where}".rstrip() + " was changed since it was predicted: its times and memory are of"
+            fix = "to have these predicted, plan again with fix= (--fix)"
+            warnings.warn(f"{what} other choices; {fix}", ChangedPlanWarning, stacklevel=2)
+        return found
 
     def explain(self, all: bool = False) -> str:
         """Return the plan as text, 100 columns wide; with `all`, every tensor and op as well."""

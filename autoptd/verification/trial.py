@@ -99,7 +99,9 @@ class Trial:
     def parallel(self, clip: float) -> Parallel:
         """Return the object from which each rank starts."""
         s = self.subject
-        return Widened(s.plan, s.source, self.program, self.optimizer, self.options, clip, 0)
+        made = Widened(s.plan, s.source, self.program, self.optimizer, self.options, clip, 0)
+        made._planned.only_tries()
+        return made
 
 
 def make_trial(subject: Subject, steps: int = STEPS, progress: Progress | None = None) -> Trial:

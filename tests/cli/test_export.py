@@ -54,8 +54,8 @@ def test_the_table_of_tensors(plan_file: str, capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)
     assert found["mesh"] == {"axes": ["pp", "dp", "cp", "tp"], "sizes": [2, 2, 1, 2], "ep": 1}
     rows = found["parameters"]
-    assert rows["layers.0.mlp.up_proj.weight"] == {"dp": "F", "cp": "B", "tp": "S0", "stages": [0]}
-    assert rows["layers.3.attention.o_proj.weight"] == {"dp": "F", "cp": "B", "tp": "S1", "stages": [1]}
+    assert rows["layers.0.mlp.up_proj.weight"] == {"dp": "F", "cp": "F", "tp": "S0", "stages": [0]}
+    assert rows["layers.3.attention.o_proj.weight"] == {"dp": "F", "cp": "F", "tp": "S1", "stages": [1]}
     assert rows["embed.weight"]["stages"] == [0]
     assert found["stages"][1]["segments"][0] == "layers.2.{input_norm,attention}"
     assert found["stages"][1]["rank"] == 1

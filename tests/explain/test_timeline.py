@@ -171,6 +171,7 @@ def test_picture_drawn_by_hand():
 
 def test_an_unreadable_field_is_named():
     times = ({"forward_s": 0.1, "backward_s": 0.1, "sideward_s": 0.1}, {"forward_s": 0.1, "backward_s": 0.1})
-    plan = sample_plan(predicted=sample_plan().predicted.model_copy(update={"times": times}))
+    predicted = sample_plan().predicted.model_copy(update={"times": times})
+    plan = sample_plan().model_copy(update={"predicted": predicted})
     with pytest.raises(PlanError, match=r"times\[0\]: has unknown sideward_s"):
         chunk_times(plan)

@@ -42,13 +42,14 @@ def plan_of(
     micro, count = changes.pop("micro", 1), changes.pop("microbatches", 4)
     kinds = {s if not any(c.isdigit() for c in s) else _starred(s) for s in segments}
     given = "S1" if sequence else "B"
+    batch, sizes = changes.get("batch", mesh.dp * micro * count), changes.get("sizes", {"b": micro, "s": 16})
     fields: dict[str, Any] = {
         "model": "by-hand",
         "graph_hash": HASH,
         "world": mesh.ranks,
         "cluster": CLUSTER,
-        "batch": mesh.dp * micro * count,
-        "sizes": {"b": micro, "s": 16},
+        "batch": batch,
+        "sizes": sizes,
         "precision": "bf16",
         "optimizer": "adamw",
         "mesh": mesh,
@@ -61,7 +62,7 @@ def plan_of(
         "boundaries": dict.fromkeys(sorted(kinds), (given,)) | {segments[0]: ()},
         "predicted": Predicted(
             step_time_s=1.0,
-            tokens_per_s=1.0,
+            tokens_per_s=float(batch * sizes.get("s", 1)),
             mfu=0.5,
             memory_bytes=1,
             time_s={},

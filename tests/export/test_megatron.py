@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.export.layers import read_layers
+from autoptd.export.mapping import mapping
 from autoptd.export.megatron import layout, megatron
 from autoptd.export.torch_program import torch_program
 from autoptd.layout.execution import ExecutionOptions
@@ -83,6 +84,7 @@ MEGATRON_ARGS=(
     --micro-batch-size 2
     --global-batch-size 256
     --seq-length 2048
+    --calculate-per-token-loss
     --bf16
     --optimizer adam
     --use-distributed-optimizer
@@ -119,6 +121,7 @@ MEGATRON_ARGS=(
     --micro-batch-size 1
     --global-batch-size 8
     --seq-length 16
+    --calculate-per-token-loss
     --bf16
     --optimizer adam
     --use-distributed-optimizer
@@ -282,6 +285,35 @@ def test_the_mesh_of_experts_as_arguments(etp: int, share: str):
     assert "--expert-model-parallel-size" not in arguments(llama_plan(mesh=TP2))
 
 
+@pytest.mark.parametrize(("shards", "instances"), [(0, None), (4, None), (2, "2"), (1, "4")])
+def test_shards_are_counted_over_dp_and_cp(shards: int, instances: str | None):
+    plan = llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1, cp=2), method=ExecutionOptions(shards=shards))
+    assert arguments(plan).get("--num-distributed-optimizer-instances") == instances
+    assert mapping(plan)["zero"] == {"level": 1, "ranks": shards or 4}
+
+
+def test_sharded_parameters_are_shards_over_dp_and_cp():
+    plan = llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1, cp=2), zero=3)
+    assert {(row["dp"], row["cp"]) for row in mapping(plan)["parameters"].values()} == {("F", "F")}
+    assert mapping(llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1), zero=0))["zero"] == {"level": 0, "ranks": 1}
+
+
+def test_other_shares_of_offload_and_what_else_it_asks_for_are_said():
+    mesh = MeshSizes(dp=2, tp=1, pp=2)
+    found = megatron(llama_plan((5,), mesh=mesh, method=ExecutionOptions(offload=(0.5, 0.25))))
+    assert "0.5, 0.25 of the optimizer state is on the host" in "\n".join(found.differs)
+    even = megatron(llama_plan((5,), mesh=mesh, method=ExecutionOptions(offload=(0.5, 0.5))))
+    assert "of the optimizer state" not in "\n".join(even.differs)
+    whole = megatron(llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1), zero=0, method=ExecutionOptions(offload=(0.5,))))
+    assert "--use-distributed-optimizer" in dict(whole.arguments), "--use-precision-aware-optimizer asks for it"
+    assert "offloads only the sharded state of Adam" in "\n".join(whole.differs)
+
+
+def test_the_loss_is_a_mean_over_the_tokens_of_the_whole_batch():
+    assert "--calculate-per-token-loss" in arguments(llama_plan(mesh=TP2))
+    assert "--calculate-per-token-loss" not in arguments(llama_plan(mesh=TP2, loss_averaging="per-microbatch"))
+
+
 def test_offload_is_a_fraction():
     mesh = MeshSizes(dp=2, tp=1, pp=1)
     found = arguments(llama_plan(mesh=mesh, method=ExecutionOptions(offload=(0.25,))))
@@ -293,6 +325,7 @@ def test_buckets_are_counted_in_gradients():
     mesh, method = MeshSizes(dp=2, tp=1, pp=1), ExecutionOptions(overlap=("dp",), bucket_bytes=400)
     assert arguments(llama_plan(mesh=mesh, method=method))["--ddp-bucket-size"] == "100"
     method = replace(method, gradients="compute")
+    assert arguments(llama_plan(mesh=mesh, method=method, precision="fp32"))["--ddp-bucket-size"] == "100"
     found = arguments(llama_plan(mesh=mesh, method=method))
     assert found["--ddp-bucket-size"] == "200"
     assert "--grad-reduce-in-bf16" in found
@@ -306,7 +339,6 @@ def test_buckets_are_counted_in_gradients():
             llama_plan((3, 5, 7), mesh=MeshSizes(dp=1, tp=1, pp=2), microbatches=5),
             "5 microbatches are not a multiple",
         ),
-        (llama_plan(mesh=MeshSizes(dp=4, tp=1, pp=1), method=ExecutionOptions(shards=3)), "does not divide dp 4"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(plan: Plan, what: str):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autoptd
 from autoptd.cost_models.cluster import Cluster
@@ -49,6 +49,26 @@ def gpt() -> tuple[NanoGPT, dict[str, Tensor]]:
     tokens = torch.randint(VOCAB, (BATCH, SEQ + 1))
     batch = {"idx": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
     return NanoGPT(GPTSizes(vocab=VOCAB, max_seq=SEQ, layers=4, heads=8, width=64)), batch
+
+
+class PostNorm(nn.Module):
+    """Layers that end in a norm, whose gradient is a partial value on tp; the first ones have none, if `frozen`."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, 64)
+        self.ups = nn.ModuleList(nn.Linear(64, 256) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(256, 64) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(4))
+        self.head = nn.Linear(64, VOCAB)
+        for part in (self.tokens, *(parts[:2] for parts in (self.ups, self.downs, self.norms))):
+            part.requires_grad_(not frozen)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(idx)
+        for up, down, norm in zip(self.ups, self.downs, self.norms, strict=True):
+            x = norm(x + down(torch.relu(up(x))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 @pytest.fixture
@@ -108,6 +128,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-bubble, ZeRO 3": (4, {"dp": 2, "pp": 2, "zero": 3, "micro": 1, "schedule": "zero-bubble"}),
     "zero-bubble-v, ZeRO 3": (4, {"dp": 2, "pp": 2, "zero": 3, "micro": 1, "schedule": "zero-bubble-v"}),
     "tp and stages": (4, {"tp": 2, "pp": 2, "micro": 1, "schedule": "1f1b", "recompute": "ops"}),
+    "messages whole": (4, {"tp": 2, "pp": 2, "schedule": "1f1b", "sequence_parallel": False}),
+    "messages in slices": (4, {"tp": 2, "pp": 2, "schedule": "1f1b", "sequence_parallel": False, "sends": "slices"}),
+}
+PARTIAL: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "slices": {"sends": "slices"},
+    "slices, interleaved": {"sends": "slices", "schedule": "interleaved", "virtual": 2},
 }
 
 
@@ -115,6 +142,35 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_send_what_the_plan_is_priced_for(case: str, precision: str, sent: Counter[int]) -> None:
     (world, pinned), (model, batch) = CASES[case], gpt()
+    compare_bytes(model, batch, world, pinned, precision, sent)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("way", PARTIAL)
+def test_partial_gradients_are_priced_as_they_are_sent(way: str, frozen: bool, sent: Counter[int]) -> None:
+    fix = {"tp": 2, "pp": 2, "schedule": "1f1b", "sequence_parallel": False, **PARTIAL[way]}
+    compare_bytes(PostNorm(frozen), gpt()[1], 4, fix, "fp32", sent)
+
+
+@pytest.mark.parametrize(("frozen", "parts"), [(False, (1, 2)), (True, (1, 0))])
+def test_a_partial_gradient_is_sent_whole_between_nodes(frozen: bool, parts: tuple[int, int]) -> None:
+    """Nodes of two ranks that gather in almost no time: an activation is sent as slices, its gradient whole."""
+    (level,) = free().levels
+    inside = level.model_copy(update={"name": "inside", "ranks": 2, "bytes_per_s": 1e6 * RATE})
+    cluster = free().model_copy(update={"levels": (inside, level)})
+    fix = {"tp": 2, "pp": 2, "micro": 2, "schedule": "1f1b", "sequence_parallel": False, "sends": "slices"}
+    fix |= {"cuts": ["ups.2"]}
+    traced = autoptd.trace(PostNorm(frozen), inputs=gpt()[1], precision="fp32")
+    first, last = autoptd.plan(traced, world=4, cluster=cluster, batch=BATCH, fix=fix).predicted.times
+    slice_s = first["send_forward_s"]
+    assert slice_s == pytest.approx(2 * SEQ * 64 * 4 / 2 / RATE, rel=1e-4)
+    assert (slice_s, last["send_backward_s"]) == pytest.approx(tuple(part * slice_s for part in parts), rel=1e-4)
+
+
+def compare_bytes(
+    model: nn.Module, batch: dict[str, Tensor], world: int, pinned: dict[str, Any], precision: str, sent: Counter[int]
+) -> Plan:
+    """Compare the bytes that each rank sends in a step with those that its plan is priced for; return the plan."""
     fix = {"micro": 2, "kernels": "eager", "recompute": "none", **pinned}
     traced = autoptd.trace(model, inputs=batch, precision=precision)
     plan = autoptd.plan(traced, world=world, cluster=free(), batch=BATCH, fix=fix)
@@ -134,8 +190,12 @@ def test_ranks_send_what_the_plan_is_priced_for(case: str, precision: str, sent:
         return int(communicators.stage)
 
     stages = run_lockstep(layout.mesh, step, in_turn=True)
+    whole = sum(predicted(plan)[stage] for stage in stages)  # those that receive slices gather them
+    assert whole == pytest.approx(sent.total(), rel=0.035)
     for rank, stage in enumerate(stages):
-        assert predicted(plan)[stage] == pytest.approx(sent[rank], rel=0.035), f"rank {rank} of {plan.mesh}"
+        if plan.method.sends == "whole":
+            assert predicted(plan)[stage] == pytest.approx(sent[rank], rel=0.035), f"rank {rank} of {plan.mesh}"
+    return plan
 
 
 @pytest.mark.parametrize("zero", [2, 3])

@@ -18,7 +18,7 @@ from autoptd.errors import PlanError, PlanFileError
 from autoptd.explain.compare import compare, differences
 from autoptd.explain.plan import explain, headline
 from autoptd.plans.data import Collectives, MeshSizes, Schedule, Splits, StagePlan
-from autoptd.plans.model import Plan
+from autoptd.plans.model import ChangedPlanWarning, Plan
 from autoptd.text import fold_names, fold_table, ranges
 from tests.sample_plan import sample_plan
 
@@ -176,6 +176,21 @@ def test_files_that_are_no_plans(text: str, said: str):
         (["zero"], 4, "zero: input should be less than or equal to 3, got 4"),
         (["graph_hash"], "sha256:12", "graph_hash: string should match pattern"),
         (["predicted", "memory"], [{}], "predicted.memory: has 1 entries; one per stage is 2"),
+        (["predicted", "memory_bytes"], 2**30, "predicted.memory_bytes: is 1073741824, but predicted.memory of the"),
+        (["predicted", "memory", 0, "optimizer"], 0, "predicted.memory_bytes: is 5368709120, but predicted.memory of"),
+        (["predicted", "tokens_per_s"], 9000.0, "predicted.tokens_per_s: is 9000, but 2048 tokens in a step of 0.25"),
+        (["predicted", "time_s", "compute"], 0.1, "predicted.time_s: is 0.2 s in all, less than step_time_s, 0.25"),
+        (
+            ["predicted", "times"],
+            [{"forward_s": 0.1, "backward_s": 0.1}, {"forward_s": 0.1, "backward_s": 0.1, "weight_s": 0.2}],
+            "predicted.times[1].weight_s: weight_s is part of backward_s and cannot be longer",
+        ),
+        (["schedule", "virtual"], 2, "schedule.virtual: is 2, but 1f1b has 1 chunk per rank"),
+        (["schedule", "kind"], "zero-bubble-v", "schedule.virtual: is 1, but zero-bubble-v has 2 chunks per rank"),
+        (["method", "shards"], 3, "method.shards: is 3; it must divide dp × cp, 2"),
+        (["method", "shards"], 4, "method.shards: is 4; it must divide dp × cp, 2"),
+        (["stages", 1, "device"], "tpu", "stages[1].device: is tpu, which the cluster does not have"),
+        (["stages", 0, "recompute"], [1, 1], "stages[0].recompute[1]: is 1, which has a policy already"),
         (["predicted", "mfu"], -0.1, "predicted.mfu: input should be greater than or equal to 0"),
         (["cluster", "device", "memory_bytes"], -1, "cluster.device.memory_bytes: input should be greater than 0"),
         (["colour"], "blue", "colour: unknown key"),
@@ -185,6 +200,44 @@ def test_a_mistake_is_named_by_its_field(path: list[Any], value: Any, said: str)
     text = refusal(changed(path, value))
     assert said in text
     assert "plan.json" in text
+
+
+def test_shards_without_zero_are_refused():
+    data = changed(["method", "shards"], 2)
+    assert Plan.from_json(json.dumps(data)).method.shards == 2
+    assert "method.shards: is 2, but zero is 0, which shards nothing" in refusal(data | {"zero": 0})
+
+
+def predicted_plan() -> Plan:
+    """Return the sample with the digest that the search writes."""
+    plan = sample_plan()
+    return sample_plan(predicted=plan.predicted.model_copy(update={"choices": plan.choices}))
+
+
+def test_a_prediction_of_other_choices_is_said_wherever_it_is_shown():
+    plan = predicted_plan()
+    assert Plan.from_json(plan.to_json()) == plan, "without a warning"
+    assert "changed since" not in explain(plan)
+    with pytest.warns(ChangedPlanWarning, match=r"p\.json was changed since it was predicted"):
+        other = Plan.from_json(plan.to_json().replace('"zero": 1', '"zero": 2'), where="p.json")
+    assert other.was_changed and not plan.was_changed
+    line = "times and memory are of other choices"
+    assert line in explain(other).replace("\n", " ")
+    assert line in other.to_html()
+    assert compare(plan, other, width=200).count(line) == 1
+
+
+def test_names_and_notes_may_be_changed():
+    plan = predicted_plan()
+    assert not plan.model_copy(update={"model": "mine", "notes": ("tried",), "others": ()}).was_changed
+    for update in ({"precision": "fp16"}, {"optimizer": "sgd"}, {"batch": 15}, {"cluster": plan.cluster.model_copy(
+        update={"name": "other"})}):  # fmt: skip
+        assert plan.model_copy(update=update).was_changed, update
+
+
+def test_a_plan_of_unknown_choices_has_no_such_field():
+    assert "choices" not in json.loads(sample_plan().to_json())["predicted"]
+    assert not sample_plan(zero=2).was_changed
 
 
 def test_a_missing_field_is_named():

@@ -86,6 +86,14 @@ def test_the_report_says_what_was_found() -> None:
     assert "NOT the same as the plain model: stage 0, blocks.0.attention.out: linear" in wrong
 
 
+def test_locating_a_difference_warns_of_no_model_that_is_trained_again() -> None:
+    wrong = replace_text(trial("tensors"), "tp.all_reduce_both(out)", "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not verdict("tensors", wrong).agrees
+        wrong.subject.source.model.state_dict()
+
+
 def test_what_is_carried_over_is_the_plan() -> None:
     small, whole = trial("stages").subject.plan, plan("stages")
     assert small.mesh == whole.mesh

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoptd.cost_models.memory import Memory, alive
-from autoptd.layout.placements import B, Placement, Split
+from autoptd.layout.placements import B, Broadcast, Placement
 from autoptd.layout.state_bytes import Unit, buffer_class
 from autoptd.passes.analysis.dataflow import CONVERTED, base_of, counts_tokens
 from autoptd.passes.blocks import owned_by_blocks
@@ -22,6 +22,7 @@ from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, infos
 from autoptd.search.loss_end import LossEnd, loss_end
 from autoptd.search.meshes import Candidate
+from autoptd.search.pipeline.messages import Bytes
 from autoptd.search.pipeline.stage_parameters import Held, kinds_with_gradient, parameter_dtypes, shared_mask_types
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
 from autoptd.search.sharding.tensors import Sharded, Tensors
@@ -38,7 +39,7 @@ class ChunkParameters:
         self.folded: Folded = tensors.folded
 
     @property
-    def _crossing_bytes(self) -> list[tuple[int, int]]:
+    def _crossing_bytes(self) -> list[tuple[Bytes, Bytes]]:
         return self._memoised("crossing bytes", self._count_crossing)
 
     @property
@@ -66,7 +67,7 @@ class ChunkParameters:
         """Name segments of one kind, equal parameters and equal crossing tensors alike: those that end a block, and
         others."""
         known, ends = dict[tuple[object, ...], int](), self.tensors.workbook.facts.block_ends
-        keys = zip(self.folded.segments, self._parameters, (*self._crossing_bytes[1:], (0, 0)), strict=True)
+        keys = zip(self.folded.segments, self._parameters, (*self._crossing_bytes[1:], ((0, 0), (0, 0))), strict=True)
         return tuple(
             # where a kind's parameters are stored is decided once
             known.setdefault(
@@ -75,8 +76,8 @@ class ChunkParameters:
             for s, parameters, behind in keys
         )
 
-    def _count_crossing(self) -> list[tuple[int, int]]:
-        """Return the local bytes that cross each boundary between segments: (held by every tp rank, split over tp)."""
+    def _count_crossing(self) -> list[tuple[Bytes, Bytes]]:
+        """Return the local bytes of tensors that cross each boundary between segments, and of their gradients."""
         placed: dict[fx.Node, tuple[int, Placement]] = {}
         last: dict[fx.Node, int] = {}
         for segment in self.folded.segments:
@@ -85,12 +86,14 @@ class ChunkParameters:
                 last[node] = segment.index
             for node, placement in zip(segment.sends, decided.sends, strict=True):
                 placed[node] = segment.index, placement
-        found = [[0, 0] for _ in self.folded.segments]
+        forward, backward = ([[0, 0] for _ in self.folded.segments] for _ in range(2))
         for node, until in last.items():
-            made, placement = placed[node]
-            for place in range(made + 1, until + 1):
-                found[place][isinstance(placement, Split)] += self.tensors.nbytes(infos(node)[0], placement)
-        return [(whole, split) for whole, split in found]
+            (made, placement), tensor = placed[node], infos(node)[0]
+            nbytes = self.tensors.nbytes(tensor, placement)
+            for place in range(made + 1, until + 1):  # equal on all tp ranks, or not: see `Wire.is_whole`
+                forward[place][not isinstance(placement, Broadcast)] += nbytes
+                backward[place][placement != B] += nbytes * tensor.requires_grad
+        return [((a, b), (c, d)) for (a, b), (c, d) in zip(forward, backward, strict=True)]
 
     def numel(self, first: int, last: int, placement: Placement | None = None, experts: bool | None = None) -> int:
         """Return local trained elements in one placement or in all; tied parameters count once.

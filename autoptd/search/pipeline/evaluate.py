@@ -30,6 +30,7 @@ from autoptd.search.loss_end import loss_end_s
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCost, ChunkCosts
 from autoptd.search.pipeline.lower_bounds import cut_bound_s
+from autoptd.search.pipeline.messages import BothWays
 from autoptd.search.pipeline.partition import Cuts
 from autoptd.search.sharding.tensors import Sharded
 
@@ -66,7 +67,7 @@ class Staged:
     chunks: ChunkCosts
     solution: StageSolution
     stages: tuple[ChunkCost, ...]
-    sends_s: tuple[float, ...]  # of a message after each stage but the last, one way
+    sends_s: tuple[BothWays, ...]  # of the messages after each stage but the last
     memory: tuple[Memory, ...]  # of each pipeline rank
     ends: tuple[RankEnd, ...]
     seconds: float  # of a step: a bound at first; simulated for the best candidates
@@ -99,8 +100,9 @@ class Staged:
         return passes_s + min(end.reduce_s for end in last) + all_wait_s
 
 
-def least_passes_s(c: Candidate, stages: Sequence[ChunkCost], sends_s: Sequence[float]) -> float:
-    """Return a lower bound on the seconds of the passes of a cut. `sends_s`: of a message after each stage."""
+def least_passes_s(c: Candidate, stages: Sequence[ChunkCost], messages_s: Sequence[BothWays]) -> float:
+    """Return a lower bound on the seconds of the passes of a cut. `messages_s`: of those after each stage."""
+    sends_s = [min(both) for both in messages_s]
     forward_s, backward_s, weight_s = zip(*((s.forward_s, s.backward_s, s.weight_s) for s in stages), strict=True)
     return max(
         cut_bound_s(forward_s, backward_s, c.schedule, c.pp, c.microbatches, sends_s),
@@ -145,7 +147,7 @@ def bounded(staged: Staged, cluster: Cluster) -> Staged:
 
 def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
     """Return the seconds of every pipeline rank's chunks and step end, with exposed tp communication apart."""
-    sends = (*staged.sends_s, 0.0)
+    sends = (*staged.sends_s, (0.0, 0.0))
     chunks = [
         ChunkTimes(
             forward_s=cost.forward_s - cost.forward_tp_s,
@@ -153,8 +155,8 @@ def rank_times(staged: Staged) -> tuple[StageTimes, ...]:
             weight_s=cost.weight_s,
             forward_tp_s=cost.forward_tp_s,
             backward_tp_s=cost.backward_tp_s,
-            send_forward_s=sends[i],
-            send_backward_s=sends[i - 1] if i else 0.0,
+            send_forward_s=sends[i][0],
+            send_backward_s=sends[i - 1][1] if i else 0.0,
             recompute_s=min(cost.recompute_s, cost.backward_s - cost.backward_tp_s),
         )
         for i, cost in enumerate(staged.stages)

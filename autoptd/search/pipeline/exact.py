@@ -86,7 +86,7 @@ class _CutTree:
                 continue
             chosen = (*cuts, (at, end))
             f, b = [*forward, passes[0]], [*backward, passes[1]]
-            x = [*sends, float(self.stages.problem.send_s[k, end]) / 2]
+            x = [*sends, self.stages.chunks.messages.send_s(k, end + 1)]
             bound = self._bound_s(f, b, x, self.before[n] - self.before[end + 1])
             if bound >= self.best_s:
                 continue
@@ -98,7 +98,7 @@ class _CutTree:
     def _bound_s(self, forward: list[float], backward: list[float], sends: list[float], rest_s: float) -> float:
         """Return a lower bound over all cuts that begin with these stages and have `rest_s` seconds of work left.
 
-        `sends`: seconds of a message after each stage."""
+        `sends`: least seconds of a message after each stage."""
         c, method = self.stages.candidate, self.stages.method
         left = self.stages.count - len(forward)
         if not left:

@@ -236,7 +236,7 @@ class Stages:
         return PartitionProblem(
             names=self.chunks.names,
             base_s=tuple(cost.base_s for cost in self.stage_costs),
-            send_s=2 * self.chunks.messages.send_table_s(),
+            send_s=self.chunks.messages.send_table_s(),
             alive=tuple(self.alive(k).chunks for k in range(self.count)),
             alike=tuple(map(self._of_stages.index, self._of_stages)),
             pools=tuple(pool for pool, _ in self._of_stages),
