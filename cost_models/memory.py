@@ -159,7 +159,7 @@ class UpdateCost:
 
 def state_elements(text: str, shape: Sequence[int]) -> int:
     """Return the value of an expression such as `2 n` or `n/r + n/c` for a parameter. Raises ValueError."""
-    n, (rows, columns) = math.prod(shape), (1, *shape)[-2:]
+    n, (rows, columns) = math.prod(shape), (1, 1, *shape)[-2:]
     values = {"n": n, "n/r": n // max(1, rows), "n/c": n // max(1, columns), "0": 0}
     total = 0
     for term in text.split(" + "):

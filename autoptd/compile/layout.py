@@ -13,16 +13,18 @@ from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
 from autoptd.errors import PlanError
 from autoptd.layout.layout import InputSpec, Layout, TensorSpec
 from autoptd.layout.mesh import Mesh as RankMesh
-from autoptd.layout.placements import parse_placement
+from autoptd.layout.placements import Split, parse_placement
 from autoptd.layout.sample_rows import PLAIN, SHARED, samples_first
-from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
+from autoptd.layout.size_conditions import SAMPLES, EqualParts, refuse_other_sizes
 from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import infos
 from autoptd.passes.held_tensors import held_tensors
 from autoptd.passes.hidden_matrices import hidden_matrices
 from autoptd.passes.random.skipped_layers import skipping_masks
+from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.expert_regions import expert_parameters
+from autoptd.passes.sharding.sharding import ops_of
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE
 from autoptd.plans.model import Plan
 from autoptd.search.pipeline.stage_parameters import parameter_dtypes
@@ -34,6 +36,21 @@ def _cut_inputs(source: TracedModel, plan: Plan) -> tuple[bool, dict[tuple[str, 
         return False, {}
     splits = token_splits(source, plan)
     return splits.zigzag, {source.folded.traced.sizes[SEQUENCE]: splits.chunks}
+
+
+def _equal_parts(folded: Folded, plan: Plan) -> tuple[EqualParts, ...]:
+    """Return the sizes of a batch that the plan splits over tp, which batches of other lengths must allow too."""
+    found: dict[EqualParts, None] = {}
+    for kind, segment in folded.representatives.items():
+        for _, node in ops_of(segment):
+            call = op_of(node).call
+            text = plan.strategies[kind][node.name].partition(" [")[0].replace(" -> ", ", ")
+            placements = map(parse_placement, filter(None, text.split(", ")))
+            for tensor, placement in zip(call.operands + call.outputs, placements, strict=True):
+                size = tensor.shape[placement.dim] if isinstance(placement, Split) else 1
+                if isinstance(placement, Split) and not isinstance(size, int) and size.free_symbols:
+                    found[EqualParts(size, placement.groups * plan.mesh.tp)] = None
+    return tuple(found)
 
 
 def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
@@ -138,6 +155,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
         one_microbatch=bool(folded.loss_form.refused),
         zigzag=zigzag,
         multiples=multiples,
+        parts=_equal_parts(folded, plan) if plan.mesh.tp > 1 else (),
         conditions=traced.conditions,
         samples=plan.batch,
         specs=_input_specs(source, plan),

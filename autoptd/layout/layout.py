@@ -12,7 +12,7 @@ from autoptd.errors import PlanError, nearest
 from autoptd.layout.mesh import Mesh
 from autoptd.layout.placements import Placement, Split
 from autoptd.layout.sample_rows import PLAIN, SHARED, SampleRows
-from autoptd.layout.size_conditions import SizeCondition
+from autoptd.layout.size_conditions import EqualParts, SizeCondition
 from autoptd.nest import Nest
 from autoptd.schedule import RUNNABLE, row_of
 
@@ -120,6 +120,7 @@ class Layout:
     rings: bool = False  # passes multiply around the ring of tp
     zigzag: bool = False  # each cp rank holds an early and a late chunk of tokens: see `ops/cp_axis.py`
     multiples: Mapping[tuple[str, int], int] = field(default_factory=dict)  # (input, dim) -> divisor of its size
+    parts: tuple[EqualParts, ...] = ()  # sizes of a batch that tp splits
     conditions: tuple[SizeCondition, ...] = ()  # on the sizes of a batch, for the program to be the model's
     samples: int = 0  # of a step, over all ranks; may be read where there are conditions
     specs: Mapping[str, InputSpec] = field(default_factory=dict)  # of `inputs` that a batch is checked against

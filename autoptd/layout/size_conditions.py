@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from autoptd.errors import AutoptdError
+from autoptd.errors import AutoptdError, InputsError
 
 SAMPLES = "b"
 
@@ -42,6 +42,27 @@ class SizeCondition:
             return bool(self.relation.subs(given) == sympy.true)
         except TypeError:  # it divides by zero
             return False
+
+
+@dataclass(frozen=True)
+class EqualParts:
+    """A size that tp cuts into equal parts, such as the tokens of a sample: `parts` must divide it."""
+
+    size: sympy.Expr
+    parts: int
+
+    def refuse_remainder(self, sizes: Mapping[str, int], inputs: Mapping[str, str], cp: int) -> None:
+        """Raise InputsError if the parts are unequal. sizes: those of one of `cp` ranks; inputs: where each one is."""
+        value = self.size.subs({symbol: sizes[str(symbol)] for symbol in self.size.free_symbols})
+        if value % self.parts:
+            names = sorted(str(symbol) for symbol in self.size.free_symbols)
+            here = "" if self.size.is_Symbol else f" ({self.size} of {', '.join(f'{n} = {sizes[n]}' for n in names)})"
+            raise InputsError(
+                f"{value} tokens{here}{' of a cp rank' * (cp > 1)} cannot be cut into {self.parts} equal parts for tp",
+                where=", ".join(inputs[name] for name in names),
+                fix=f"pad every sequence to a multiple of {self.parts * cp} there, with ignored labels; or plan with "
+                "fix={'sequence_parallel': False}",
+            )
 
 
 def all_hold(conditions: Iterable[SizeCondition], samples: int) -> bool:

@@ -103,9 +103,23 @@ class Agreement:
         check_multiples(batch, layout.multiples)
         found = cut_batch(batch, layout.inputs, layout.micro, microbatches, self._comm.device, layout.shared)
         check_specs(batch, layout.specs)
-        if layout.conditions:
-            refuse_other_sizes(layout.conditions, self._sizes(batch, sum(map(sample_count, found))), InputsError)
+        if layout.conditions or layout.parts:
+            sizes = self._sizes(batch, sum(map(sample_count, found)))
+            refuse_other_sizes(layout.conditions, sizes, InputsError)
+            self._check_parts(sizes)
         return found
+
+    def _check_parts(self, sizes: Mapping[str, int]) -> None:
+        """Raise InputsError for sizes that tp ranks cannot split. sizes: those of a batch, by symbol."""
+        layout, local = self._layout, dict(sizes)
+        where: dict[str, str] = {}
+        for name, spec in layout.specs.items():
+            for dim, symbol in enumerate(spec.symbols, spec.lead):
+                where.setdefault(symbol, f"dim {dim} of {name!r}")
+        for symbol in {layout.specs[name].symbols[dim - layout.specs[name].lead] for name, dim in layout.multiples}:
+            local[symbol] //= layout.mesh.cp
+        for each in layout.parts:
+            each.refuse_remainder(local, where, layout.mesh.cp)
 
     def _sizes(self, batch: Mapping[str, Tensor], own: int) -> dict[str, int]:
         """Return the sizes of a batch, by symbol. own: samples of this rank."""

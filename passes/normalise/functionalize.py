@@ -57,6 +57,36 @@ def refuse_writes_to_out(graph: fx.Graph) -> None:
             )
 
 
+def refuse_lost_tangents(graph: fx.Graph) -> None:
+    """Raise UnsupportedOp for an op of forward-mode differentiation that would lose the tangent, as if it were zero.
+
+    Graphs with `torch.func.jvp` are traced once more. torch's export then gives composite ops that it keeps (matmul,
+    linear, softmax) kernels without a derivative. Dual numbers of `torch.autograd.forward_ad` are not traced at all.
+    """
+    depth, composite = 0, None
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += (name == "_jvp_increment_nesting") - (name == "_jvp_decrement_nesting")
+        if not depth and node.target is torch.ops.aten._make_dual.default:
+            raise UnsupportedOp(
+                "the model computes with the dual numbers of torch.autograd.forward_ad",
+                where=source_line(node),
+                fix="use torch.func.jvp, or write the derivative out in forward",
+            )
+        if not depth or node.op != "call_function" or not isinstance(node.target, torch._ops.OperatorBase):
+            continue
+        composite = torch.export.default_decompositions() if composite is None else composite
+        key = torch._C.DispatchKey.CompositeImplicitAutograd
+        kept = node.target in composite and torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), key)
+        if kept or not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+            raise UnsupportedOp(
+                f"{node.target} within torch.func.jvp would lose the tangent",
+                where=source_line(node),
+                fix="write the derivative out in forward, or use ops there that torch does not compose of others, such "
+                "as torch.mm and torch.addmm",
+            )
+
+
 def _writes(graph: fx.Graph) -> list[fx.Node]:
     calls = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)]
     return [node for node in calls if node.target._schema.is_mutable]  # type: ignore[union-attr]

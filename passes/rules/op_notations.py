@@ -358,6 +358,16 @@ def normalised(call: OpCall) -> str:
     return arrow([["...", *["."] * fixed], *weights], [["...", *["."] * fixed], *statistics])
 
 
+def weight_norm(call: OpCall) -> str:
+    """Return the notation of weight_norm, which takes norms over all dims but one, or over all (dim -1).
+
+    Its kernel does not check that both operands have the same part of that dim, and writes where it may not.
+    """
+    dim = call.arg(2, "dim", 0)
+    kept = ["f" if i == dim else "." for i in range(call.operands[0].ndim)]
+    return arrow([kept, kept if call.operands[1].ndim else []], [kept])
+
+
 def channels(call: OpCall) -> str:
     """Return the notation of batch_norm, which has statistics per channel."""
     dims = [".", "c", *["."] * (call.operands[0].ndim - 2)]

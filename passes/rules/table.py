@@ -134,6 +134,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten._softmax.default: Rule(n.unsplittable()),
     aten._to_copy.default: CAST,
     aten._unsafe_view.default: RESHAPE,
+    aten._weight_norm.default: Rule(n.weight_norm, second),
     aten.abs.default: POINTWISE,
     aten.adaptive_avg_pool2d.default: Rule(n.pool(2), first),
     aten.add.Scalar: POINTWISE,

@@ -30,7 +30,7 @@ from autoptd.passes.known.one_type import OneType
 from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.loops.sizes_read import Branches, recorded_branches
-from autoptd.passes.normalise.functionalize import refuse_writes_to_out
+from autoptd.passes.normalise.functionalize import refuse_lost_tangents, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast, mixes_types
 from autoptd.passes.normalise.view_writes import (
@@ -302,6 +302,7 @@ class _Exporter:
         """Return a program without writes in place, of views or of torch.func's transforms traced once more."""
         given = dict(zip(map(str, program.graph_signature.user_inputs), self.specs, strict=True))
         self.written.update(given[arg] for arg in copy_written_inputs(program.graph, given))
+        refuse_lost_tangents(program.graph)
         _write_functionally(program)
         if repeats and _to_decompose(program.graph):
             return self.run_functional()

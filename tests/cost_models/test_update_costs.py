@@ -15,6 +15,7 @@ def test_by_hand() -> None:
     assert muon.elements((3, 5), True) == 15 and muon.elements((3, 5), False) == 30
     assert muon.flops((3, 5)) == muon.flops((5, 3)) == 5 * (4 * 9 * 5 + 2 * 27)
     assert adafactor.elements((3, 5), True) == 8 and adafactor.elements((7,), True) == 7
+    assert adafactor.elements((), True) == 1 and muon.flops(()) == 0
     assert adafactor.elements((2, 3, 5), True) == 16 and adafactor.flops((3, 5)) == 0
     with pytest.raises(ValueError, match="unknown term '3 k'"):
         state_elements("n + 3 k", (2,))

@@ -99,6 +99,16 @@ def test_lengths_that_cannot_be_shared_are_refused() -> None:
     assert isinstance(error.value.__cause__, InputsError)
 
 
+@pytest.mark.parametrize(("mesh", "tokens"), [(Mesh(tp=2), 5), (Mesh(tp=4, cp=2), 4)], ids=str)
+def test_lengths_that_tp_cannot_cut_are_refused(mesh: Mesh, tokens: int) -> None:
+    made = parallel("nanogpt", planned("nanogpt", mesh, BULK), "sgd")
+    own = f"{tokens // mesh.cp} tokens{' of a cp rank' * (mesh.cp > 1)}"
+    with pytest.raises(AutoptdError, match=f"{own} cannot be cut into {mesh.tp} equal parts for tp") as error:
+        train_in_lockstep(made, of_length(tokens))
+    assert isinstance(error.value.__cause__, InputsError)
+    assert "dim 1 of 'idx'" in str(error.value) and f"a multiple of {mesh.tp * mesh.cp}" in str(error.value)
+
+
 # ---- planted mistakes ----
 
 RING = Mesh(cp=4)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -184,6 +185,9 @@ KEPT: dict[str, Body] = {
     "library_op_by_name": lambda self, h: torch.ops.autoptd_tests.halved(self.layer(h)).tanh(),
     "vmap": in_vmap,
     "jvp": in_jvp,
+    "jvp_of_mm": lambda self, h: (
+        h @ torch.func.jvp(lambda w: w.tanh() + w.mm(w), (self.layer.weight,), (torch.ones_like(self.layer.weight),))[1]
+    ).tanh(),
     "checkpoint": checkpointed(False),
     "checkpoint_reentrant": checkpointed(True),
     "fresh_leaf": lambda self, h: self.layer(h).tanh() + self.layer(h).detach().requires_grad_(),
@@ -390,6 +394,20 @@ def on_weight(function: Any) -> Body:
     return lambda self, h: F.linear(h, function.apply(self.layer.weight)).tanh()
 
 
+def jvp_of_weight(self: Any, h: Tensor) -> Tensor:
+    def squared(weight: Tensor) -> Tensor:
+        return weight.tanh() + weight @ weight
+
+    weight = self.layer.weight
+    return h @ torch.func.jvp(squared, (weight,), (torch.ones_like(weight),))[1]
+
+
+def dual_weight(self: Any, h: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        weight = forward_ad.make_dual(self.layer.weight, torch.ones_like(self.layer.weight))
+        return h @ forward_ad.unpack_dual(weight.tanh() + weight @ weight).tangent
+
+
 BODY = "blocks.0 (own_passes.py"  # places in the graph are lines of forward
 REFUSED: dict[str, tuple[Body, str, str]] = {  # body, what, where
     "batch_norm_of_gradient": (lambda self, h: own.ClipNorm.apply(self.layer(h)), "ClipNorm mixes samples", BODY),
@@ -421,6 +439,13 @@ REFUSED: dict[str, tuple[Body, str, str]] = {  # body, what, where
         "forward differentiates",
         "torch.func.grad",
     ),
+    "jvp_of_product": (jvp_of_weight, "matmul.default within torch.func.jvp would lose the tangent", BODY),
+    "jvp_of_layer": (
+        lambda self, h: torch.func.jvp(lambda x: F.linear(x, self.layer.weight), (h,), (torch.ones_like(h),))[1],
+        "linear.default within torch.func.jvp would lose the tangent",
+        BODY,
+    ),
+    "dual_numbers": (dual_weight, "dual numbers of torch.autograd.forward_ad", BODY),
     "saved_tensors_packed": (packed, "what autograd saves", "saved_tensors_hooks"),
     "library_op_mixes": (lambda self, h: own.centred(self.layer(h)), "centred mixes samples", BODY),
     "library_op_without_backward": (lambda self, h: own.forward_only(self.layer(h)), "no autograd formula", BODY),

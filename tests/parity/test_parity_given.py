@@ -212,6 +212,7 @@ def spectral(model: Plain) -> None:
 CHANGED: dict[str, Callable[[Plain], object]] = {
     "parametrized": lambda model: parametrize.register_parametrization(model.middle, "weight", Symmetric()),
     "weight norm": lambda model: parametrizations.weight_norm(model.middle),
+    "weight norm of columns": lambda model: parametrizations.weight_norm(model.middle, dim=1),
     "weight norm by hook": lambda model: torch.nn.utils.weight_norm(model.middle),
     "spectral norm": lambda model: parametrizations.spectral_norm(model.middle),
     "spectral norm by hook": lambda model: nn.utils.spectral_norm(model.middle),

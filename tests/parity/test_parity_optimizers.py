@@ -172,3 +172,35 @@ def test_narrow_gradients() -> None:
         losses.append(train_in_lockstep(par, [batch] * 6).losses)
     assert losses[0][-1] < losses[0][0] - 0.1
     assert losses[1] == pytest.approx(losses[0], abs=0.03)
+
+
+class Scaled(torch.nn.Module):
+    """A layer with a parameter of no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.scale - x).square().mean()
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", torch.optim.Adafactor])
+def test_parameters_without_dims(optimizer: Any) -> None:
+    torch.manual_seed(0)
+    model, steps = Scaled().double(), [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
+    options = {"lr": 0.02}
+    made = autoptd.parallelize(
+        model,
+        world=2,
+        cluster="dgx-h100",
+        batch=4,
+        inputs={"x": steps[0]["x"][:2]},
+        precision="fp64",
+        optimizer=optimizer,
+        optimizer_options=options,
+        fix={"dp": 2, "micro": 2},
+    )
+    expected = train_alone(model, steps, optimizer=optimizer, optimizer_options=options)
+    found = train_in_lockstep(made, steps)
+    assert max(differences(found.state, expected.state).values()) < EXACT

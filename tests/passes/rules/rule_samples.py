@@ -107,6 +107,12 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
     aten._safe_softmax.default: [(real(4, 8), -1)],
     aten._softmax.default: [(real(4, 8), -1, False)],
     aten._unsafe_view.default: [(real(4, 6, 8), [24, 8])],
+    aten._weight_norm.default: [
+        (real(8, 8), positive(8, 1), 0),
+        (real(8, 8), positive(1, 8), 1),
+        (real(4, 6, 2), positive(4, 1, 1)),
+        (real(4, 8), positive(), -1),
+    ],
     aten.adaptive_avg_pool2d.default: [(real(2, 4, 8, 8), [2, 2])],
     aten.add.Scalar: [(real(*X), 2.0)],
     aten.add.Tensor: [(real(4, 8), real(8)), (real(4, 8), real(4, 1)), (real(4, 8), 1.5), (real(8), fixed(4, 8))],
