@@ -76,15 +76,30 @@ def makes(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> str:
     if not named or not whole:
         return ""
     listed = ", ".join(f"{part_name(t.name, a, b)} {signed(t.difference, seconds(t.difference))}" for t in named)
-    return f"{names[1]} takes {seconds(abs(whole))} {'more' if whole > 0 else 'less'}: {listed}"
+    step = "" if a.units_per_step == b.units_per_step else "a step of "
+    return f"{step}{names[1]} takes {seconds(abs(whole))} {'more' if whole > 0 else 'less'}: {listed}"
 
 
 def verdict(a: PlanData, b: PlanData, names: tuple[str, str] = ("A", "B")) -> str:
-    """Return in one line which plan is faster, and by how much."""
-    time_a, time_b = a.predicted.step_time_s, b.predicted.step_time_s
-    if time_a == time_b:
-        return f"{names[0]} and {names[1]} are predicted equally fast: {seconds(time_a)} a step"
-    (fast, quick), (slow, long) = sorted(zip((time_a, time_b), names, strict=True))
+    """Return in one line which plan is faster, and by how much: in throughput, if their steps are of other sizes."""
+    other = ", of different models" if a.model != b.model else ", of different graphs"
+    models = other if a.graph_hash != b.graph_hash else ""
+    if (a.unit, a.units_per_step) == (b.unit, b.units_per_step):
+        return _faster([plan.predicted.step_time_s for plan in (a, b)], names) + models
+    sizes = " and ".join(f"{plan.units_per_step:,} {plan.unit}" for plan in (a, b))
+    if a.unit != b.unit:
+        return f"{names[0]} and {names[1]} have no common measure: their steps are of {sizes}{models}"
+    (less, slow), (more, quick) = sorted(zip([plan.predicted.tokens_per_s for plan in (a, b)], names, strict=True))
+    rates = f"{more:,.0f} {a.unit}/s against {less:,.0f}; their steps are of {sizes}{models}"
+    if less == more:
+        return f"{names[0]} and {names[1]} are predicted equally fast: {rates}"
+    return f"{quick} is {more / less - 1:.1%} faster than {slow}: {rates}"
+
+
+def _faster(times_s: Sequence[float], names: tuple[str, str]) -> str:
+    if times_s[0] == times_s[1]:
+        return f"{names[0]} and {names[1]} are predicted equally fast: {seconds(times_s[0])} a step"
+    (fast, quick), (slow, long) = sorted(zip(times_s, names, strict=True))
     ratio = f"{slow / fast - 1:.1%} faster than {long}" if fast else f"faster than {long}"
     return f"{quick} is {ratio}: {seconds(fast)} a step against {seconds(slow)}"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autoptd.errors import PlanError, PlanFileError
-from autoptd.explain.compare import compare, differences
+from autoptd.explain.compare import compare, comparison_data, differences, verdict
 from autoptd.explain.plan import explain, headline
 from autoptd.plans.data import Collectives, MeshSizes, Schedule, Splits, StagePlan
 from autoptd.plans.model import ChangedPlanWarning, Plan
@@ -238,6 +238,27 @@ def test_names_and_notes_may_be_changed():
 def test_a_plan_of_unknown_choices_has_no_such_field():
     assert "choices" not in json.loads(sample_plan().to_json())["predicted"]
     assert not sample_plan(zero=2).was_changed
+
+
+def test_plans_of_other_batches_are_compared_by_throughput():
+    plan = sample_plan()
+    half = plan.predicted.model_copy(update={"step_time_s": 0.2, "time_s": {"compute": 0.2}})
+    other = sample_plan(batch=8, schedule=Schedule(kind="1f1b", microbatches=2), predicted=half)
+    first, second = compare(plan, other, width=200).splitlines()[:2]
+    sizes = "their steps are of 2,048 tokens and 1,024 tokens"
+    assert first == f"A is 60.0% faster than B: 8,192 tokens/s against 5,120; {sizes}"
+    assert second.startswith("a step of B takes 50 ms less")
+    assert comparison_data(plan, other)["verdict"] == first
+
+
+def test_plans_of_other_models_are_said_to_be():
+    plan = sample_plan()
+    other = sample_plan(graph_hash="sha256:" + "f" * 64)
+    assert verdict(plan, other) == "A and B are predicted equally fast: 250 ms a step, of different graphs"
+    named = other.model_copy(update={"model": "vit", "sizes": {"b": 2}})
+    said = "A and B have no common measure: their steps are of 2,048 tokens and 16 samples, of different models"
+    assert verdict(plan, named) == said
+    assert verdict(plan, sample_plan(zero=2)) == "A and B are predicted equally fast: 250 ms a step"
 
 
 def test_a_missing_field_is_named():
