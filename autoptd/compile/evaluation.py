@@ -24,7 +24,7 @@ from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.layout.layout import Layout
 from autoptd.passes.objectives.metrics import Metrics
-from autoptd.passes.sharding.sharding import Sharding, parameter_splits
+from autoptd.passes.sharding.sharding import Sharding, parameter_splits, to_text
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.plans.consistency import modules
 from autoptd.plans.data import Splits, StagePlan
@@ -66,7 +66,7 @@ def make_evaluation(source: TracedModel, plan: Plan, metrics: Metrics) -> Evalua
         "stages": stages,
         "splits": splits,
         "segments": tuple(s.name for s in found.folded.segments),
-        "strategies": {},
+        "strategies": to_text(found.folded, sharding)[0],  # its layout lists the sizes that they split
         "boundaries": {},
         "updates": (),
     }
