@@ -56,8 +56,8 @@ def test_what_another_beats_is_left_out():
     from autoptd.answers.pareto import _undominated
 
     def plan(seconds: float, gib: int) -> Plan:
-        said = sample_plan().predicted
-        return sample_plan(predicted=said.model_copy(update={"step_time_s": seconds, "memory_bytes": gib}))
+        said = sample_plan().predicted.model_copy(update={"step_time_s": seconds, "memory_bytes": gib})
+        return sample_plan().model_copy(update={"predicted": said})
 
     fast, worse, even, memory_saving = plan(1.0, 8), plan(2.0, 9), plan(2.0, 8), plan(3.0, 4)
     found = _undominated([worse, memory_saving, even, fast], lambda plan: plan.predicted.memory_bytes)

@@ -20,13 +20,13 @@ from tests.sample_plan import sample_plan
 def planned(world: int, tokens_per_s: float) -> Plan:
     """Return the sample plan with `world` data-parallel ranks and a step of one second."""
     plan = sample_plan()
-    said = plan.predicted.model_copy(
-        update={"tokens_per_s": tokens_per_s, "step_time_s": 1.0, "memory": plan.predicted.memory[:1]}
-    )
+    said = plan.predicted.model_copy(update={"memory": plan.predicted.memory[:1]})
     stage = plan.stages[0].model_copy(update={"last": 5, "recompute": ()})
     mesh = plan.mesh.model_copy(update={"dp": world, "tp": 1, "pp": 1})
     schedule = plan.schedule.model_copy(update={"microbatches": 1})
-    return sample_plan(world=world, batch=2 * world, mesh=mesh, schedule=schedule, stages=(stage,), predicted=said)
+    made = sample_plan(world=world, batch=2 * world, mesh=mesh, schedule=schedule, stages=(stage,), predicted=said)
+    rate = {"tokens_per_s": tokens_per_s, "step_time_s": 1.0}
+    return made.model_copy(update={"predicted": made.predicted.model_copy(update=rate)})
 
 
 def points(*found: tuple[int, float]) -> list[SweepPoint]:

@@ -234,6 +234,6 @@ def test_rows_of_an_odd_length_take_slow_kernels_in_16_bits() -> None:
     device = Cluster.load("dgx-h200").device
     head = replace(product(16384, 50257, 768), odd=True)
     assert 3 * matmul_s(device, head) == pytest.approx(30.8e-3, rel=0.1)
-    assert matmul_s(device, head) > 5 * matmul_s(device, replace(head, odd=False))
+    assert matmul_s(device, head) > 4 * matmul_s(device, replace(head, odd=False))
     wide = replace(head, dtype="fp32")
     assert matmul_s(device, wide) == matmul_s(device, replace(wide, odd=False))

@@ -127,7 +127,7 @@ LAST = "blocks.2.up.weight"  # the block is not the first of its kind
         (lambda d: d["segments"].__setitem__(1, "elsewhere"), "segments[1]: is 'elsewhere'; it must be"),
         (lambda d: d["stages"][0].update(modules="all of it"), "stages[0].modules: is 'all of it'"),
         (lambda d: d["collectives"].clear(), "missing; it must be"),
-        (lambda d: d["sizes"].pop("s"), "sizes.s: missing, please add it"),
+        (lambda d: d["sizes"].pop("s"), "predicted.tokens_per_s: is"),
         (lambda d: d["sizes"].update(t=4), "sizes.t: unknown key"),
         (lambda d: d["predicted"]["memory"][0].update(activations="x" * 5000), "predicted.memory[0].activations"),
         (

@@ -68,7 +68,9 @@ def test_other_versions_are_a_warning() -> None:
 
 def test_the_command_stores_the_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, nanogpt = tmp_path / "plan.json", load_model("nanogpt")[0]
-    autoptd.plan(nanogpt, world=4, batch=8, seq=32, fix={"tp": 2, "pp": 2}, cluster="dgx-h100").save(path)
+    autoptd.plan(
+        nanogpt, world=4, batch=8, seq=32, fix={"tp": 2, "pp": 2, "schedule": "1f1b"}, cluster="dgx-h100"
+    ).save(path)
     assert main(["verify", str(path), "--model", "nanogpt", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["agrees"]
