@@ -37,7 +37,7 @@ from autoptd.cli.arguments import (
 from autoptd.cli.costs import add_cost_arguments, cost_question
 from autoptd.cli.explain import add_report_arguments, run_compare, run_explain, run_report
 from autoptd.cli.fault import internal_error, show_traceback
-from autoptd.cli.output import error_data, model_of, print_json, progress_of, show, width
+from autoptd.cli.output import error_data, model_of, print_json, progress_of, readable_warnings, show, width
 from autoptd.cli.plan import run_plan
 from autoptd.cli.verify import add_arguments as add_verify_arguments
 from autoptd.cli.verify import run_verify
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Return the command's exit code. Raises InternalError if the model's own code calls sys.exit."""
     try:
-        with without_collector():
+        with without_collector(), readable_warnings():
             code: int = arguments.run(arguments)
             return code
     except SystemExit as error:

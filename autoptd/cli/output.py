@@ -6,7 +6,10 @@ import argparse
 import json
 import shutil
 import sys
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 from autoptd.cli.arguments import UsageError
 from autoptd.errors import AutoptdError
@@ -24,6 +27,29 @@ def show(text: str, *, on_error: bool = False) -> None:
     """Write `printable` text that ends in a newline: strings from files must not reach the terminal raw."""
     stream = sys.stderr if on_error else sys.stdout
     stream.write(printable(text if text.endswith("\n") else f"{text}\n"))
+
+
+@contextmanager
+def readable_warnings() -> Iterator[None]:
+    """Show autoptd's own warnings as one line each, not as Python does, with a path and a line of the source."""
+    usual = warnings.showwarning
+
+    def shown(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category.__module__.startswith("autoptd."):
+            show(f"warning: {message}", on_error=True)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = shown
+        yield
 
 
 def print_json(value: object) -> None:

@@ -71,8 +71,9 @@ class Ended:
             return f"a traceback: {self.err[-2000:]}"
         if self.code == 2 and not self.err:  # with --json, errors go to stdout
             return "" if list(json.loads(self.out)) == ["error"] else f"not one error: {self.out[-2000:]!r}"
+        error = re.sub(r"^warning: .*\n", "", self.err)
         if self.code == 2 and not (
-            re.findall(r"^autoptd: ", self.err, re.MULTILINE) == ["autoptd: "] and self.err.startswith("autoptd")
+            re.findall(r"^autoptd: ", error, re.MULTILINE) == ["autoptd: "] and error.startswith("autoptd")
         ):
             return f"not one error: {self.err[-2000:]!r}"
         return ""

@@ -233,7 +233,7 @@ def test_what_does_less_or_hides_more_is_quicker(
     [
         ({"zero": 0}, {"zero": 1}),
         # of four layers ZeRO 3 holds two whole
-        ({"zero": 1, "kernels": "eager", "dp": 4, "pp": 1}, {"zero": 3, "dp": 4, "pp": 1}),
+        ({"zero": 1, "kernels": "eager", "dp": 8, "tp": 1, "pp": 1}, {"zero": 3, "dp": 8, "tp": 1, "pp": 1}),
         ({"recompute": "none"}, {"recompute": "selective"}),
         ({"recompute": "selective"}, {"recompute": "full"}),
     ],
@@ -383,7 +383,7 @@ def test_scores_of_a_cp_rank_have_all_columns() -> None:
     with torch.device("meta"):
         model = transformers.BertForMaskedLM(config)
     written = autoptd.trace(model, seq=SEQ)
-    (half, _), (whole, _) = chunks(written, cp=2, dp=1), chunks(written, dp=2)
+    (half, _), (whole, _) = chunks(written, 4, tp=1, cp=2, dp=1), chunks(written, 4, tp=1, dp=2)
     for kind, cost in half.sharded.costs.items():
         works = [(w.flops, w.nbytes) for w in cost.work.forward]
         wholes = [(w.flops, w.nbytes) for w in whole.sharded.costs[kind].work.forward]
