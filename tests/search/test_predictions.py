@@ -233,7 +233,7 @@ def test_what_does_less_or_hides_more_is_quicker(
     [
         ({"zero": 0}, {"zero": 1}),
         # of four layers ZeRO 3 holds two whole
-        ({"zero": 1, "kernels": "eager", "dp": 8, "tp": 1, "pp": 1}, {"zero": 3, "dp": 8, "tp": 1, "pp": 1}),
+        ({"zero": 1, "kernels": "eager", "dp": 4, "pp": 1}, {"zero": 3, "shards": 4, "dp": 4, "pp": 1}),
         ({"recompute": "none"}, {"recompute": "selective"}),
         ({"recompute": "selective"}, {"recompute": "full"}),
     ],
