@@ -250,9 +250,13 @@ class _DataflowWriter:
 
 
 def _outside(node: fx.Node, placement: Placement, origin: str) -> Value:
+    return Value(node.name, infos(node)[0], placement, stored_outside(node, placement, origin))
+
+
+def stored_outside(node: fx.Node, placement: Placement, origin: str) -> Storage:
+    """Return the storage of a tensor that a segment reads and does not make."""
     tensor = infos(node)[0]
-    storage = Storage(node.name, tensor.shape, tensor.dtype, divides(placement, tensor.shape), origin)
-    return Value(node.name, tensor, placement, storage)
+    return Storage(node.name, tensor.shape, tensor.dtype, divides(placement, tensor.shape), origin)
 
 
 def _step(node: fx.Node, taken: tuple[Value, ...], gives: tuple[Placement, ...], shared: bool) -> DataflowStep:

@@ -108,8 +108,12 @@ class Walk:
         names = (s.name.removeprefix(GRADIENT_OF) for s in self.storages)
         return [round(size * shares.get(name, 1)) for size, name in zip(sizes, names, strict=True)]
 
-    def peak_of(self, sizes: Sequence[int]) -> Peak:
-        """Return the peak, given the `sizes` of the storages."""
+    def peak_of(self, sizes: Sequence[int], elsewhere: Collection[str] = ()) -> Peak:
+        """Return the peak, given the `sizes` of the storages. `elsewhere`: received tensors that are counted elsewhere,
+        as several blocks hold them together. Their gradients count here."""
+        if elsewhere:
+            given = (s.origin == "received" and s.name in elsewhere for s in self.storages)
+            sizes = [0 if is_elsewhere else size for size, is_elsewhere in zip(sizes, given, strict=True)]
         (which, later, forward, backward), table = self._placed, np.array(sizes, dtype=np.int64)
         kept, waiting = (sum(sizes[i] for i in chosen) for chosen in (which, later))
         highest = most_bytes(backward, table) if self.backward.names else kept

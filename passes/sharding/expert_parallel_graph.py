@@ -100,10 +100,12 @@ def rows_stay_apart(folded: Folded, sizes: Sizes) -> bool:
 
 def whole_experts(folded: Folded, splits: TokenSplits, ep: int) -> PlanError | None:
     """Return the refusal of experts that read rows of all tokens where cp splits these: every rank has them whole."""
+    if ep == 1:
+        return None
     names, cp = folded.traced.parameters, splits.ranks
     found = ((s, r) for s in folded.segments for r in expert_regions(s))
     whole = [(s, r) for s, r in found if not isinstance(splits.strategies[r.product].gives[0], (OwnRows, Split))]
-    if ep == 1 or not whole:
+    if not whole:
         return None
     experts = fold_names(sorted({names[p.name] for s, r in whole for p in s.parameters if p in r.weights}))
     return PlanError(

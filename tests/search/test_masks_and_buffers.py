@@ -1,5 +1,6 @@
-"""Memory of masks and buffers: a stage converts a boolean mask once, and all its attentions save the copy; attention
-over tokens of several ranks converts its own."""
+"""Memory of what the blocks of a stage share: a stage converts a boolean mask once, and all its attentions save the
+copy; attention over tokens of several ranks converts its own. What all blocks receive is held once, with its gradient.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +62,21 @@ class Table(nn.Module):
         return F.cross_entropy(self.head(F.embedding(idx, self.table)).flatten(0, 1), y.flatten())
 
 
+class Gated(nn.Module):
+    """A network whose layers all read what the first one made."""
+
+    def __init__(self, layers: int, shares: bool) -> None:
+        super().__init__()
+        self.layers, self.shares = nn.ModuleList(Layer() for _ in range(layers)), shares
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, idx: Tensor, y: Tensor) -> Tensor:
+        x = first = torch.tanh(self.embed(idx))
+        for layer in self.layers:
+            x = layer(x, None) * (first if self.shares else 2.0)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
 @cache
 def traced(window: int) -> autoptd.TracedModel:
     return trace(Model(window))
@@ -118,6 +134,29 @@ def test_recomputed_attention_reads_the_converted_mask() -> None:
         assert added(recompute=policy) == [2 * SCORES]
         with_mask, without = memory(traced(16), recompute=policy)[0], memory(traced(0), recompute=policy)[0]
         assert with_mask["temporary"] == without["temporary"]
+
+
+def grown(shares: bool, world: int = 1, **fix: Any) -> list[int]:
+    """Return the bytes of activations that four layers more add to each stage, in hidden states of a microbatch."""
+    more, less = (memory(trace(Gated(layers, shares)), world, **fix) for layers in (12, 8))
+    hidden = 2 * TOKENS * WIDTH
+    return [(a["activations"] - b["activations"]) // hidden for a, b in zip(more, less, strict=True)]
+
+
+def test_blocks_hold_what_all_receive_once() -> None:
+    """A recomputed layer keeps its input alone, another its result too, which the product saves."""
+    assert grown(True, recompute="full") == grown(False, recompute="full") == [4]
+    assert grown(True)[0] - grown(False)[0] == 4
+
+
+def test_stages_hold_it_for_their_own_microbatches() -> None:
+    fix = {"pp": 2, "stages": "even", "recompute": "full"}
+    assert grown(True, 2, **fix) == grown(False, 2, **fix) == [4, 2]
+
+
+def test_the_sum_of_the_gradients_of_all_blocks_is_held_beside_each_one() -> None:
+    shared, alone = (memory(trace(Gated(8, shares)), recompute="full")[0]["temporary"] for shares in (True, False))
+    assert shared - alone == 2 * TOKENS * WIDTH
 
 
 def test_buffers_are_on_the_device() -> None:

@@ -16,7 +16,7 @@ from torch import fx
 from autoptd.cost_models.memory import Memory, alive
 from autoptd.layout.placements import B, Broadcast, Placement
 from autoptd.layout.state_bytes import Unit, buffer_class
-from autoptd.passes.analysis.dataflow import CONVERTED, base_of, counts_tokens
+from autoptd.passes.analysis.dataflow import CONVERTED, base_of, counts_tokens, stored_outside
 from autoptd.passes.blocks import owned_by_blocks
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, infos
@@ -304,16 +304,21 @@ class ChunkParameters:
 
     def held_beside(self, runs: Sequence[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> Memory:
         """Return what a rank with these runs holds beside parameters and what its blocks save: buffers of the model;
-        masks and tables that a stage computes from inputs, of each microbatch in flight; on the rank with the last
-        segment, what a loss of the whole batch holds. `cut`: as of `state`; if it is not known, an upper bound."""
+        masks and tables that a stage computes from inputs, and tensors that all its blocks receive, of each microbatch
+        in flight; the sum of their gradients; on the rank with the last segment, what a loss of the whole batch holds.
+        `cut`: as of `state`; if it is not known, an upper bound."""
         c, outside = self.candidate, self._memoised("outside", self._list_outside)
+        common, gradients = self._memoised("common inputs", self._list_common_inputs), 0
         buffers, computed = dict[str, int](), list[int]()
         for first, last in runs:
-            made = dict[str, int]()
+            made, taken = dict[str, int](), dict[str, int]()
             for both in set(outside[first : last + 1]):
                 buffers.update(both[0])
                 made.update(both[1])
-            computed.append(sum(made.values()))
+            for kind in {s.kind for s in self.folded.segments[first : last + 1]} & common.keys() if common else ():
+                taken.update(common[kind])
+            computed.append(sum(made.values()) + sum(taken.values()))
+            gradients = max(gradients, sum(taken.values()))
         rank = c.route.holder(list(cut).index(runs[0])) if cut else 0
         flying = alive(rank, c.pp, c.microbatches, c.schedule, c.virtual)
         each = computed if len(computed) == len(flying.rows[0]) else computed * len(flying.rows[0])
@@ -321,8 +326,18 @@ class ChunkParameters:
         return Memory(
             parameters=sum(buffers.values()),
             activations=flying.kept(each),
-            temporary=self.loss_end.held_bytes if holds else 0,
+            temporary=gradients + (self.loss_end.held_bytes if holds else 0),
         )
+
+    def _list_common_inputs(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Return kind -> local bytes of each tensor that all its segments receive, if there is one."""
+        found, size = {}, (self.tensors.number, self.tensors.ranks, self.tensors.cp)
+        for kind, places in self.tensors.workbook.facts.common_inputs.items():
+            received, placed = self.folded.representatives[kind].receives, self.sharded.sharding.kinds[kind].receives
+            storages = (stored_outside(received[i], placed[i], "received") for i in places)
+            if places:
+                found[kind] = tuple((storage.name, storage.nbytes(*size)) for storage in storages)
+        return found
 
     def _list_outside(self) -> list[Outside]:
         """Return for each segment the bytes of the buffers that it needs, and of the tensors that it reads and that

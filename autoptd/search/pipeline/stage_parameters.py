@@ -64,7 +64,9 @@ def block_peak(
     key = _key(segments, policy, method)
     if key not in sharded.peaks:
         found, sizes = _walk(tensors, sharded, segments, policy, method)
-        sharded.peaks[key] = found.peak_of(sizes)
+        like, common = tensors.workbook.first_like(segments), tensors.workbook.facts.common_inputs
+        elsewhere = {s.receives[i].name for s in like for i in common[s.kind]}
+        sharded.peaks[key] = found.peak_of(sizes, elsewhere)
     return sharded.peaks[key]
 
 

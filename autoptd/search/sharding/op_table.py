@@ -25,6 +25,7 @@ from autoptd.passes.analysis.liveness import Walk, walk_flow
 from autoptd.passes.analysis.saved_tensors import SavedForBackward, saved_tensors
 from autoptd.passes.blocks import LayerBlock, find_blocks
 from autoptd.passes.fold import Folded, Segment
+from autoptd.passes.graph import infos
 from autoptd.passes.opcall import OpCall
 from autoptd.passes.rules.factor_notation import Loops
 from autoptd.passes.rules.factors import Strategy
@@ -169,6 +170,19 @@ class GraphFacts:
     def block_ends(self) -> frozenset[int]:
         """The last segment of each block."""
         return frozenset(block.first + block.length - 1 for block in self.blocks)
+
+    @cached_property
+    def common_inputs(self) -> Mapping[str, tuple[int, ...]]:
+        """Kind -> positions in `receives` of one tensor with a gradient that all segments of the kind receive, if they
+        are more than two: the encoder's result in a decoder, or a bias of positions. A stage holds it once."""
+        alike: dict[str, list[Segment]] = {}
+        for segment in self.folded.segments:
+            alike.setdefault(segment.kind, []).append(segment)
+        found = {}
+        for kind, mine in alike.items():
+            places = enumerate(zip(*(s.receives for s in mine), strict=True)) if len(mine) > 2 else ()
+            found[kind] = tuple(i for i, (n, *others) in places if {n} == {n, *others} and infos(n)[0].requires_grad)
+        return found
 
     @cached_property
     def has_attention(self) -> bool:
