@@ -64,6 +64,7 @@ class Buffers:
         host memory."""
         self._tp = tp
         self._gather_later = "GATHER" in layout.early
+        self._of_stages = {name for name, spec in layout.parameters.items() if not spec.block}  # or of several blocks
         self.owed = False
         self._gathering: dict[tuple[Slot, ...], Handle] = {}  # by bucket
         self._buffers = _build(parameters, layout, device, sharing, tied, experts or sharing, offload)
@@ -199,11 +200,13 @@ class Buffers:
             if module is not stage and type(module) is not nn.Module and not nested:
                 inside.add(path)
                 names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+                names = [name for name in names if name not in self._of_stages]
                 self.gather_before(module, names)
                 if self._zero3 is not None:
                     self._zero3.watch_block(module, self._states_of(names))
         every = [name for name, _ in stage.named_parameters()]
-        own = [name for name in every if not any(name.startswith(f"{path}.") for path in inside)]
+        blocks = tuple(f"{path}." for path in inside)
+        own = [name for name in every if name in self._of_stages or not name.startswith(blocks)]
         self.gather_before(stage, own)
         if self._zero3 is not None:
             self._zero3.watch_stage(stage, chunk, self._states_of(own))
