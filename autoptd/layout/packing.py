@@ -55,7 +55,7 @@ def pack(
         nonlocal start, end, slots
         if slots:
             unit = ranks * ALIGN if ranks > 1 else 1
-            stop = start + max(1, -(-(end - start) // unit)) * unit  # buckets are told apart by where they start
+            stop = start + max(1, -(-(end - start) // unit)) * unit  # no two buckets start at one place
             buckets.append(Bucket(start, stop, tuple(slots)))
             start = end = stop
             slots = []
