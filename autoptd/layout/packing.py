@@ -44,7 +44,8 @@ def pack(
 ) -> list[Bucket]:
     """Pack (name, elements) in order. A bucket closes once it holds `bucket_elements`, or the parameters end.
 
-    `blocks`: the block of each parameter, by name; a bucket then also closes at the end of a block.
+    `blocks`: the block of each parameter, by name; a bucket then also closes at the end of a block. One of parameters
+    without elements has padding.
     """
     buckets: list[Bucket] = []
     start = end = 0
@@ -54,7 +55,7 @@ def pack(
         nonlocal start, end, slots
         if slots:
             unit = ranks * ALIGN if ranks > 1 else 1
-            stop = start + -(-(end - start) // unit) * unit
+            stop = start + max(1, -(-(end - start) // unit)) * unit  # no two buckets start at one place
             buckets.append(Bucket(start, stop, tuple(slots)))
             start = end = stop
             slots = []

@@ -41,7 +41,7 @@ from autoptd.runtime.optimizers.groups import ParameterGroup
 from autoptd.runtime.optimizers.named import Factory
 from autoptd.runtime.optimizers.step import OptimizerStep
 from autoptd.runtime.zero.materialise import check_names, materialise, tied_groups
-from autoptd.runtime.zero.param_buffers import ParameterShard, squared_norm
+from autoptd.runtime.zero.param_buffers import ParameterShard, TrainedNames, squared_norm
 from autoptd.schedule import forward_only, with_communication
 
 
@@ -88,7 +88,7 @@ class Trainer:
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
         self._executor = Executor(self.stages, communicators, self._dropout, recomputed, layout.slices, layout.modules)
         self._actions = step_actions(layout)[communicators.stage]
-        self._trainable = [name for name, spec in layout.parameters.items() if spec.trainable]
+        self._trainable = TrainedNames(layout)
         self._inputs, self._check = Agreement(layout, communicators, order), check
         self._agreed: list[float] = []  # sums of `_inputs.row()` over all ranks in the last step
         self._used, self._attached = set[str](), len(self.stages)  # attached: with those of evaluations
@@ -259,7 +259,7 @@ class Trainer:
             self._buffers.scale_gradients(1 / self.finite.scale)
         device, own_used = self.communicators.device, self._buffers.used()
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
-        flags = on_device([name in own_used for name in self._trainable], torch.float64, device)
+        flags = self._trainable.flags(own_used, self._pieces, device)
         norm = on_device(squared_norm(self._pieces), torch.float64, device)
         checks = self._inputs.row(self.update.options, self.finite.options)
         parts = (loss.view(1), norm.view(1), checks, flags, sums.own)
@@ -270,7 +270,7 @@ class Trainer:
         result = torch.tensor(whole, dtype=self.layout.main_dtype)
         if not self._inputs.holds(self._agreed):  # `train_step` raises
             return result
-        self._used = {name for name, n in zip(self._trainable, users, strict=True) if n and not self._skipped(name)}
+        self._used = {name for name in self._trainable.used(users) if not self._skipped(name)}
         self.grad_norm = torch.tensor(square, dtype=torch.float64).sqrt()
         steps = self.finite.steps(whole, float(self.grad_norm))
         if not self.finite.fatal:
@@ -365,7 +365,7 @@ class Trainer:
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients after clipping, full, of the parameters that had one. A collective."""
         local = self._buffers.gradients()
-        used = {name: self.layout.parameters[name] for name in self._trainable if name in self._used}
+        used = {name: self.layout.parameters[name] for name in self._trainable.names if name in self._used}
         main = {
             name: torch.promote_types(spec.dtype or self.layout.dtype, torch.float32) for name, spec in used.items()
         }

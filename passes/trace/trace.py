@@ -30,6 +30,7 @@ from autoptd.passes.known.one_type import OneType
 from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.loops.sizes_read import Branches, recorded_branches
+from autoptd.passes.loops.turn_parameters import parameters_of_turns
 from autoptd.passes.normalise.functionalize import refuse_lost_tangents, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast, mixes_types
@@ -129,6 +130,7 @@ def _traced(
     known = KnownInputs(samples, equal_rows(apart, counted)) if samples else None
     fixed = picture_dims(specs) | table_dims(specs, rows) | {(name, 1) for name, row in rows.items() if row.rows > 1}
     exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known, ints=ints), OwnCalls()
+    of_turns: dict[str, str] = {}
     with record_own_calls(own):
         exporter, program = exporter.exported(repeats=repeats)
         because = exporter.because or fixed_at(program.graph_module, 1)
@@ -138,12 +140,14 @@ def _traced(
         if exporter.turns.rows:
             program = exporter.run(repeats=False)
             prove_turns(program, exporter.turns, lambda some: replace(exporter, turns=some).run(repeats=False))
+            of_turns = parameters_of_turns(program, set().union(*exporter.turns.rows.values()))
         if exporter.skips.rates:
             program = select_layers(lambda some: exporter.leaving_out(some).run_functional(), exporter.skips.rates)
         else:
             program = exporter.functional(program, repeats=repeats)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, rows, names, frozen, count, objective, exporter.branches, known is not None)
+    traced.of_turns = {names[target.removeprefix("model.")]: of for target, of in of_turns.items()}
     _refuse_shared_updates(model, traced)
     long = any(len(shape) > 1 and (name, 1) not in fixed for name, (shape, _) in specs.items())
     if long and SEQUENCE not in traced.sizes:

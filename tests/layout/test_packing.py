@@ -20,7 +20,7 @@ def test_layout_by_hand() -> None:
     assert overlap(buckets[0].slots[1], slice(32, 64)) == slice(32, 60)
 
 
-@given(st.lists(st.integers(1, 500), max_size=20), st.integers(1, 9), st.integers(1, 400))
+@given(st.lists(st.integers(0, 500), max_size=20), st.integers(1, 9), st.integers(1, 400))
 def test_every_element_has_one_place(sizes: list[int], ranks: int, bucket_elements: int) -> None:
     buckets = pack([(str(i), n) for i, n in enumerate(sizes)], ranks, bucket_elements)
     slots = [slot for bucket in buckets for slot in bucket.slots]
@@ -30,7 +30,7 @@ def test_every_element_has_one_place(sizes: list[int], ranks: int, bucket_elemen
         assert bucket.start == end and (bucket.stop - bucket.start) % unit == 0
         assert bucket.slots[0].start == bucket.start
         assert all(a.stop == b.start for a, b in zip(bucket.slots, bucket.slots[1:], strict=False))
-        assert 0 <= bucket.stop - bucket.slots[-1].stop < unit
+        assert bucket.start < bucket.stop and 0 <= bucket.stop - bucket.slots[-1].stop <= unit
         shards = [bucket.shard(r, ranks) for r in range(ranks)]
         assert [i for shard in shards for i in range(shard.start, shard.stop)] == list(range(bucket.start, bucket.stop))
         for slot in bucket.slots:

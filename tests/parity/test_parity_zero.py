@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autoptd
 from autoptd.layout.mesh import Mesh
 from autoptd.runtime.zero import flat_buffer as storage
 from autoptd.runtime.zero import grad_reduce as reduction
 from autoptd.runtime.zero import param_gather as gathering
-from autoptd.testing.parity import Trained, differences, train_in_lockstep
+from autoptd.testing.parity import Trained, differences, train_alone, train_in_lockstep
 from tests.parity.parity_check import Variant, alone, batches, case, check, complaints, parallel, planned, source
 from tests.parity.parity_models import MODELS
 
@@ -202,3 +202,42 @@ def test_copies_of_shards_that_are_not_summed_are_caught(monkeypatch: pytest.Mon
         parallel("odd_mlp", planned("odd_mlp", Mesh(4, 1, 2), variant), "sgd"), batches("odd_mlp")
     )
     assert complaints("odd_mlp", found, alone("odd_mlp", "sgd"))
+
+
+class Sharing(nn.Module):
+    """Layers that share a bias, beside a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        for layer in self.layers[1:]:
+            layer[2].bias = self.layers[0][2].bias
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.table, self.head = nn.Embedding(5, 8), nn.Linear(8, 5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "fix",
+    [
+        {"dp": 2, "tp": 1, "pp": 2, "zero": 3, "recompute": "full", "schedule": "1f1b"},
+        {"dp": 2, "tp": 2, "pp": 1, "zero": 3, "recompute": "full"},
+        {"dp": 2, "tp": 1, "pp": 2, "zero": 2, "schedule": "zero-bubble"},
+        {"dp": 2, "tp": 2, "pp": 1, "zero": 1, "overlap": ["dp", "p2p"]},
+    ],
+    ids=str,
+)
+def test_a_bias_that_layers_share_and_a_parameter_without_elements(fix: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Sharing().double()
+    batches = [{name: torch.randint(0, 5, (8, 6)) for name in ("ids", "labels")} for _ in range(3)]
+    given = {"inputs": batches[0], "batch": 8, "cluster": "dgx-h100", "precision": "fp64", "optimizer": "adamw"}
+    found = train_in_lockstep(autoptd.parallelize(model, world=4, fix={"micro": 2, "cp": 1, **fix}, **given), batches)
+    wanted = train_alone(model, batches, optimizer="adamw")
+    errors = {**differences(found.gradients, wanted.gradients), **differences(found.state, wanted.state)}
+    assert max(errors.values()) < 1e-10 and not found.diverged

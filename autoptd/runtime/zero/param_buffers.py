@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.packing import Slot
 from autoptd.layout.placements import Split
-from autoptd.ops.group import Group, Handle, SingleRankGroup
+from autoptd.ops.group import Group, Handle, SingleRankGroup, on_device
 from autoptd.ops.stage import Stage
 from autoptd.runtime.zero.flat_buffer import Buffer, ParameterShard, Sharing
 from autoptd.runtime.zero.grad_reduce import BucketState, Reduction
@@ -64,6 +64,7 @@ class Buffers:
         host memory."""
         self._tp = tp
         self._gather_later = "GATHER" in layout.early
+        self._of_stages = {name for name, spec in layout.parameters.items() if not spec.block}  # or of several blocks
         self.owed = False
         self._gathering: dict[tuple[Slot, ...], Handle] = {}  # by bucket
         self._buffers = _build(parameters, layout, device, sharing, tied, experts or sharing, offload)
@@ -199,11 +200,13 @@ class Buffers:
             if module is not stage and type(module) is not nn.Module and not nested:
                 inside.add(path)
                 names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+                names = [name for name in names if name not in self._of_stages]
                 self.gather_before(module, names)
                 if self._zero3 is not None:
                     self._zero3.watch_block(module, self._states_of(names))
         every = [name for name, _ in stage.named_parameters()]
-        own = [name for name in every if not any(name.startswith(f"{path}.") for path in inside)]
+        blocks = tuple(f"{path}." for path in inside)
+        own = [name for name in every if name in self._of_stages or not name.startswith(blocks)]
         self.gather_before(stage, own)
         if self._zero3 is not None:
             self._zero3.watch_stage(stage, chunk, self._states_of(own))
@@ -280,3 +283,30 @@ def squared_norm(pieces: Sequence[ParameterShard]) -> Tensor:
     """Return Σ g² over the pieces that count on this rank, 0-dim float64."""
     grads = [piece.grad for piece in pieces if piece.counts]
     return nn.utils.get_total_norm(grads).to(torch.float64) ** 2
+
+
+class TrainedNames:
+    """Names of the trainable parameters, and which of them have a gradient in a step.
+
+    Some only the rows of a mask read, in a Python branch on whether there are any (`TensorSpec.turn`). Without rows one
+    process skips the branch, so that they have no gradient, and no optimizer changes them. The program takes it, with
+    gradients of zero. So parameters of the same rows have gradients if any of theirs is other than zero.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.names = [name for name, spec in layout.parameters.items() if spec.trainable]
+        self._turn_of = {name: turn for name in self.names if (turn := layout.parameters[name].turn)}
+
+    def flags(self, used: Collection[str], pieces: Sequence[ParameterShard], device: torch.device) -> Tensor:
+        """Return for each name whether it is in `used`, float64; of a turn, whether its gradient is other than zero."""
+        found = on_device([name in used and name not in self._turn_of for name in self.names], torch.float64, device)
+        for piece in pieces if self._turn_of else ():
+            if piece.name in self._turn_of and piece.name in used and len(piece.grad):
+                found[self.names.index(piece.name)] += piece.grad.any()
+        return found
+
+    def used(self, flags: Sequence[float]) -> set[str]:
+        """Return the names with a gradient, by the sums of `flags` over all ranks."""
+        found = {name for name, n in zip(self.names, flags, strict=True) if n}
+        turns = {self._turn_of.get(name) for name in found}
+        return found | {name for name, turn in self._turn_of.items() if turn in turns}
