@@ -295,6 +295,7 @@ class TrainedNames:
 
     def __init__(self, layout: Layout) -> None:
         self.names = [name for name, spec in layout.parameters.items() if spec.trainable]
+        self._at = {name: i for i, name in enumerate(self.names)}
         self._turn_of = {name: turn for name in self.names if (turn := layout.parameters[name].turn)}
 
     def flags(self, used: Collection[str], pieces: Sequence[ParameterShard], device: torch.device) -> Tensor:
@@ -302,7 +303,7 @@ class TrainedNames:
         found = on_device([name in used and name not in self._turn_of for name in self.names], torch.float64, device)
         for piece in pieces if self._turn_of else ():
             if piece.name in self._turn_of and piece.name in used and len(piece.grad):
-                found[self.names.index(piece.name)] += piece.grad.any()
+                found[self._at[piece.name]] += piece.grad.any()
         return found
 
     def used(self, flags: Sequence[float]) -> set[str]:

@@ -17,7 +17,7 @@ from autoptd.parallel import Parallel
 from autoptd.runtime import batch_counts, executor, trainer
 from autoptd.runtime.optimizers.step import OptimizerStep
 from autoptd.runtime.trainer import Trainer
-from autoptd.runtime.zero import flat_buffer
+from autoptd.runtime.zero import flat_buffer, param_buffers
 from tests.parity.parity_check import with_files
 from tests.runtime.fake_device.allowed import ALLOWED, too_often
 from tests.runtime.fake_device.device import BlockingCopy, DeviceFault, HostWaits, MemoryRace, WrongDevice
@@ -131,20 +131,20 @@ def test_counts_that_stay_on_the_host(monkeypatch: Patch) -> None:
 
 @pytest.mark.fault("a collective of the host's tensors")
 def test_flags_that_stay_on_the_host(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(trainer, "on_device", _left)
+    monkeypatch.setattr(param_buffers, "on_device", _left)
     assert "_finish of runtime/trainer.py" in fault_of(DENSE, WrongDevice)
 
 
 @pytest.mark.fault("a copy from pageable memory")
 def test_flags_from_pageable_memory(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(trainer, "on_device", _pageable)
-    assert "_finish of runtime/trainer.py copies float64" in (text := fault_of(DENSE, BlockingCopy))
+    monkeypatch.setattr(param_buffers, "on_device", _pageable)
+    assert "flags of runtime/zero/param_buffers.py copies float64" in (text := fault_of(DENSE, BlockingCopy))
     assert text.endswith("from pageable memory")
 
 
 @pytest.mark.fault("a copy from pageable memory")
 def test_a_copy_that_waits(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(trainer, "on_device", _waiting)
+    monkeypatch.setattr(param_buffers, "on_device", _waiting)
     assert "from pinned memory, but waits for it" in fault_of(DENSE, BlockingCopy)
 
 
