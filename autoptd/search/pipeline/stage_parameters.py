@@ -60,7 +60,10 @@ def kinds_with_gradient(folded: Folded) -> frozenset[str]:
 def block_peak(
     tensors: Tensors, sharded: Sharded, segments: Sequence[Segment], policy: str, method: SearchOptions
 ) -> Peak:
-    """Return the memory of consecutive segments per microbatch under a recompute policy, cached by their kinds."""
+    """Return the memory of consecutive segments per microbatch under a recompute policy, cached by their kinds.
+
+    What all segments of a kind receive is left out: a stage holds it once (`ChunkParameters.held_beside`).
+    """
     key = _key(segments, policy, method)
     if key not in sharded.peaks:
         found, sizes = _walk(tensors, sharded, segments, policy, method)
