@@ -158,14 +158,14 @@ def find_prelude(graph: fx.Graph, traced: Traced) -> set[fx.Node]:
 
     Heavy work that counts alone need is done before the forward pass, not in a segment.
     """
-    found, result = set[fx.Node](), loss_node(graph)  # metrics may be computed from inputs alone
-    needed = ancestors((result, *sums_of(graph)))
+    found, results = set[fx.Node](), {loss_node(graph), *sums_of(graph)}  # which may be computed from inputs alone
+    needed = ancestors(results)
     for node in graph.nodes:
         if node.op == "placeholder" and node.name not in traced.parameters:
             found.add(node)
         elif node.op == "call_function" and is_random(node.target):
             continue  # keyed by its place in a segment
-        elif node.op == "call_function" and node is not result and all(n in found for n in node.all_input_nodes):
+        elif node.op == "call_function" and node not in results and all(n in found for n in node.all_input_nodes):
             name = getattr(getattr(node.target, "_schema", None), "name", "::").split("::")[1]
             if (name not in HEAVY or node not in needed) and not any(t.requires_grad for t in infos(node)):
                 found.add(node)

@@ -86,6 +86,7 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
 CALL = "random call"  # key of a node's meta: the number of the random call of forward that it is or was
 OF_ROWS = "of rows"  # key of a node's meta, if it draws for all rows where a model draws for those that a mask selects
 OR_ZERO = "or zero"  # key of a node's meta, if the mean of rows that it is must be zero where there are none
+COUNTED = "turns"  # keyword of a graph's results: the masks whose rows are counted
 WRITTEN_FOR = "written for"  # key of a node's meta: the user's op that it is a part of
 NAMED = "named"  # key of a node's meta: a name for its variable in emitted programs
 
@@ -114,6 +115,11 @@ def output_of(graph: fx.Graph) -> fx.Node:
 def updated_values(graph: fx.Graph) -> dict[str, fx.Node]:
     """Return the new values of buffers that forward updates, by placeholder, before they are moved out of the graph."""
     return {name: value for name, value in output_of(graph).kwargs.items() if isinstance(value, fx.Node)}
+
+
+def masks_counted(graph: fx.Graph) -> tuple[tuple[fx.Node, int], ...]:
+    """Return the masks whose rows are counted over the batch, each with how many of its first dims are kept."""
+    return output_of(graph).kwargs.get(COUNTED, ())  # type: ignore[return-value]
 
 
 def ancestors(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:

@@ -118,7 +118,7 @@ def make_layout(source: TracedModel, plan: Plan) -> Layout:
             block=name.removesuffix(owned.get(name, name)).rstrip("."),
             idle=name in unused,
             skipped=skipped.get(name, ()),
-            turn=traced.of_turns.get(name, ""),
+            rows=traced.of_turns.get(name, ()),
             ep=plan.mesh.ep if name in experts else 1,
             hidden=name in hidden,
             over_tp=name in experts and plan.mesh.etp == 1 and plan.mesh.tp > 1,

@@ -32,7 +32,7 @@ class TensorSpec:
     block: str = ""  # path of the only emitted block that reads it; "": the stage itself does
     idle: bool = False  # no gradient reaches it
     skipped: tuple[tuple[str, float], ...] = ()  # key and rate of the masks of layers that alone read it
-    turn: str = ""  # name of the rows that alone read it; without them it has no gradient
+    rows: tuple[int, ...] = ()  # sums that count the rows which alone read it; without any it has no gradient
     ep: int = 1  # ranks of the expert mesh that dim 0, the experts, is split over; outside a split on tp
     updated: bool = False  # a buffer that gets a new value in each step
     hidden: bool = False  # a matrix between embedding and head

@@ -88,7 +88,7 @@ class Trainer:
         recomputed = {name for name, spec in layout.parameters.items() if spec.recomputed}
         self._executor = Executor(self.stages, communicators, self._dropout, recomputed, layout.slices, layout.modules)
         self._actions = step_actions(layout)[communicators.stage]
-        self._trainable = TrainedNames(layout)
+        self._trainable = TrainedNames(layout, communicators.device)
         self._inputs, self._check = Agreement(layout, communicators, order), check
         self._agreed: list[float] = []  # sums of `_inputs.row()` over all ranks in the last step
         self._used, self._attached = set[str](), len(self.stages)  # attached: with those of evaluations
@@ -259,13 +259,13 @@ class Trainer:
             self._buffers.scale_gradients(1 / self.finite.scale)
         device, own_used = self.communicators.device, self._buffers.used()
         loss = share if self.communicators.tp.rank == 0 else torch.zeros_like(share)
-        flags = self._trainable.flags(own_used, self._pieces, device)
+        flags = self._trainable.flags(own_used, device)
         norm = on_device(squared_norm(self._pieces), torch.float64, device)
         checks = self._inputs.row(self.update.options, self.finite.options)
         parts = (loss.view(1), norm.view(1), checks, flags, sums.own)
         agreed = self.communicators.world.all_reduce(torch.cat(parts))
         agreed, summed = agreed.split((len(agreed) - len(sums.own), len(sums.own)))
-        whole, square, *rest = agreed.tolist()
+        whole, square, *rest = torch.cat((agreed, self._trainable.counts(summed))).tolist()
         self._agreed, users = rest[:NUMBERS], rest[NUMBERS:]
         result = torch.tensor(whole, dtype=self.layout.main_dtype)
         if not self._inputs.holds(self._agreed):  # `train_step` raises

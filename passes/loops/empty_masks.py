@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import sympy
 import torch
+from networkx.utils import UnionFind
 from torch import SymBool, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
@@ -52,11 +53,16 @@ class RowTurns:
     rows: dict[Key, set[sympy.Symbol]] = field(default_factory=dict)
 
     def halves(self) -> Iterator[frozenset[Key]]:
-        """Yield every second turn, and the others."""
-        keys = list(self.rows)
-        for half in (keys[::2], keys[1::2]):
+        """Yield every second turn, and the others. Turns on the same rows are in one half."""
+        same = UnionFind()
+        for key, rows in self.rows.items():
+            same.union(key, *rows)
+        groups: dict[Any, list[Key]] = {}
+        for key in self.rows:
+            groups.setdefault(same[key], []).append(key)
+        for half in (list(groups.values())[::2], list(groups.values())[1::2]):
             if half:
-                yield frozenset(half)
+                yield frozenset(key for group in half for key in group)
 
 
 # ---- what tensors are, while the model is traced ----
@@ -362,13 +368,18 @@ def _listed(args: Sequence[Any]) -> Sequence[Any]:
 # ---- the proof ----
 
 
-def prove_turns(full: ExportedProgram, turns: RowTurns, trace: Callable[[RowTurns], ExportedProgram]) -> None:
-    """Raise UnsupportedOp unless each turn changes nothing where it has no rows. `trace` leaves out some turns."""
+def prove_turns(
+    full: ExportedProgram, turns: RowTurns, trace: Callable[[RowTurns], ExportedProgram]
+) -> Iterator[tuple[frozenset[Key], ExportedProgram]]:
+    """Yield the turns that a trace leaves out, and the trace, which `trace` makes.
+
+    Raises UnsupportedOp unless each turn changes nothing where it has no rows.
+    """
     for without in turns.halves():
         sizes = {symbol for key in without for symbol in turns.rows[key]}
         other = RowTurns(without)
-        part = trace(other)
-        part = without_rows(part, {symbol for key in without for symbol in other.rows.get(key, ())})
+        traced = trace(other)
+        part = without_rows(traced, {symbol for key in without for symbol in other.rows.get(key, ())})
         asked = {key for key in turns.rows if not any(key[: len(k)] == k != key for k in without)}
         zeros = set[str]()
         if other.rows.keys() != asked or not equal_programs(without_rows(full, sizes, zeros), part):
@@ -380,3 +391,4 @@ def prove_turns(full: ExportedProgram, turns: RowTurns, trace: Callable[[RowTurn
         for node in full.graph.nodes:
             if node.name in zeros:
                 node.meta[OR_ZERO] = True
+        yield without, traced

@@ -1,52 +1,146 @@
-"""Parameters that only turns on rows read: in a step without such rows one process gives them no gradient.
+"""Parameters that only turns on rows read: where a step has no such rows, one process gives them no gradient.
 
     if mask.any(): loss = loss + head(x)[mask].mean()        head: of the rows of `mask`
     if row.numel() == 0: continue                            expert: of its rows
 
 The program takes each turn, so their gradients are zeros there. Which rows a parameter needs is known by the symbols of
-their numbers, as far as tensors of these rows read it.
+their numbers, as far as tensors of these rows read it; traces that leave out turns must agree. The rows of a step are
+counted as sums for buffers are: by microbatch, and added up over the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import sympy
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from autoptd.passes.loops.without_rows import rows_of, without_rows
+from autoptd.errors import UnsupportedOp
+from autoptd.passes.graph import COUNTED, output_of, source_line, updated_values
+from autoptd.passes.loops.empty_masks import Key, RowTurns
+from autoptd.passes.loops.without_rows import masks_without, operand_left, sizes_of, sizes_of_masks, without_rows
+from autoptd.passes.rewrites.row_selections import INDICES
+
+aten = torch.ops.aten
+Symbols = frozenset[sympy.Symbol]
 
 
-def parameters_of_turns(program: ExportedProgram, sizes: Collection[sympy.Symbol]) -> dict[str, str]:
-    """Return the parameters that are not read where there are none of these rows, each with a name of its rows.
+def trained_by(program: Any) -> set[str]:
+    """Return the parameters that a gradient of an exported program's result reaches."""
+    found = _differentiated(program.graph)
+    return {target for target, node in _parameters(program) if node in found}
 
-    sizes: symbols of the numbers of rows that turns depend on. Parameters of equal rows have equal names.
+
+def parameters_of_turns(
+    program: ExportedProgram, turns: RowTurns, trained_without: Mapping[frozenset[Key], Collection[str]]
+) -> dict[str, Symbols]:
+    """Return the parameters that have no gradient where there are no rows, each with the symbols of its rows' numbers.
+
+    A parameter has a gradient where one of these numbers is not zero. `trained_without`: turns that a trace leaves out
+    -> the parameters that it has gradients of. Raises UnsupportedOp for a parameter whose rows are not known.
     """
-    left = without_rows(program, set(sizes), set()).graph
-    read = {node.name for node in left.nodes if node.op == "placeholder" and node.users}
-    rows = _rows_that_read(program.graph, set(sizes))
-    found: dict[str, str] = {}
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    for spec in program.graph_signature.input_specs:
-        node = nodes[spec.arg.name]
-        if spec.kind is InputKind.PARAMETER and node.users and node.name not in read:
-            assert spec.target is not None
-            of = rows[node]
-            found[spec.target] = " ".join(sorted(map(str, of))) if of else spec.target
+    sizes = set[sympy.Symbol]().union(*turns.rows.values())
+    always = trained_by(without_rows(program, sizes, set()))
+    trained, rows = trained_by(program), _rows_that_read(program.graph, sizes)
+    found: dict[str, Symbols] = {}
+    for target, node in _parameters(program):
+        if target in always or target not in trained:
+            continue
+        states = [(_taken(rows[node], turns, without), target in read) for without, read in trained_without.items()]
+        if any(taken is False and reads for taken, reads in states):
+            continue  # what reads it gives no rows a gradient of zero
+        if not rows[node] or any(taken is True and not reads for taken, reads in states):
+            raise UnsupportedOp(
+                f"a branch depends on whether a mask selects any rows, and whether {target.removeprefix('model.')} has "
+                "a gradient then depends on more than this mask",
+                where=next(filter(None, map(source_line, node.users)), ""),
+                fix="compute the same without the branch: no rows add nothing, by index_add or x[mask] = rows",
+            )
+        found[target] = rows[node]
     return found
 
 
-def _rows_that_read(graph: fx.Graph, sizes: set[sympy.Symbol]) -> dict[fx.Node, frozenset[sympy.Symbol]]:
-    """Return the symbols of the rows that alone read each node; empty if others do too."""
-    found: dict[fx.Node, frozenset[sympy.Symbol] | None] = {}  # None: read by nothing
+def _taken(rows: Symbols, turns: RowTurns, without: Collection[Key]) -> bool | None:
+    """Return whether a trace without some turns takes one of those on these rows; None: some of equal rows."""
+    keys = {row: [key for key, of in turns.rows.items() if row in of] for row in rows}
+    out = {row: [any(key[: len(k)] == k for k in without) for key in of] for row, of in keys.items()}
+    if any(not any(each) for each in out.values()):
+        return True
+    return False if all(map(all, out.values())) else None
+
+
+def count_rows(program: ExportedProgram, found: Mapping[str, Symbols]) -> dict[str, tuple[int, ...]]:
+    """Let a program return the masks that select these rows. Returns the places of each parameter's among their counts.
+
+    Counts are in the order of the results; a mask of which dim 0 is kept has one for each entry, as `mask[e]` is read.
+    """
+    masks, places, count = dict[tuple[fx.Node, int], int](), dict[sympy.Symbol, int](), 0
+    wanted = frozenset[sympy.Symbol]().union(*found.values())
+    for node in program.graph.nodes:
+        for symbol in sizes_of(node) & wanted - places.keys() if node.target in INDICES else ():
+            mask, entry = _entry_of(node.args[0])
+            if mask not in masks:
+                masks[mask] = count
+                count += mask[0].meta["val"].shape[0] if mask[1] else 1
+            places[symbol] = masks[mask] + entry
+    if masks:
+        output = output_of(program.graph)
+        output.kwargs = {**output.kwargs, COUNTED: tuple(masks)}
+    return {target: tuple(sorted({places[symbol] for symbol in of})) for target, of in found.items()}
+
+
+def _entry_of(mask: fx.Node) -> tuple[tuple[fx.Node, int], int]:
+    """Return the mask that one is read from, with how many of its first dims are kept, and the entry there."""
+    if mask.target is aten.select.int and mask.args[1] == 0 and isinstance(mask.args[2], int):
+        whole: Any = mask.args[0]
+        if isinstance(entries := whole.meta["val"].shape[0], int):
+            return (whole, 1), mask.args[2] % entries
+    return (mask, 0), 0
+
+
+def _parameters(program: Any) -> Iterator[tuple[str, fx.Node]]:
+    """Yield the parameters of an exported program with their nodes."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.PARAMETER:
+            yield str(spec.target), nodes[spec.arg.name]
+
+
+def _differentiated(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes from which floats lead to the loss."""
+    output = output_of(graph)
+    found = {node for node in output.all_input_nodes if node not in updated_values(graph).values()}
     for node in reversed(graph.nodes):
-        of = [found[user] for user in node.users]
-        some = [each for each in of if each is not None]
-        found[node] = (frozenset().union(*some) if all(some) else frozenset()) if some else None
-        if own := rows_of(node) & sizes:
-            found[node] = frozenset(own)
-        elif node.op == "output":
-            found[node] = frozenset()
-    return {node: of or frozenset() for node, of in found.items()}
+        passes = node.target is not aten.detach.default and _holds_floats(node)
+        if node in found or (passes and not found.isdisjoint(node.users)):
+            found.add(node)
+    return found
+
+
+def _holds_floats(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    each = value if isinstance(value, (list, tuple)) else [value]
+    return any(not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() for x in each)
+
+
+def _rows_that_read(graph: fx.Graph, sizes: set[sympy.Symbol]) -> dict[fx.Node, Symbols]:
+    """Return the symbols of the rows that alone read each node, for its gradient; empty if others do too."""
+    found: dict[fx.Node, Symbols] = {}
+    trained, masks = _differentiated(graph), masks_without(graph, sizes)
+    selected = sizes_of_masks(graph, sizes, masks)
+
+    def selecting(user: fx.Node, node: fx.Node) -> Symbols:
+        """Return the rows for which alone an op reads an operand: those that a mask, or their places, select."""
+        kept = operand_left(user, sizes, masks)
+        given = () if kept is None or kept is node else user.all_input_nodes
+        return frozenset().union(*(selected.get(x, sizes_of(x) & sizes) for x in given))
+
+    for node in reversed(graph.nodes):
+        own = sizes_of(node) & sizes
+        of = [selecting(user, node) or found[user] for user in node.users if user in trained]
+        found[node] = frozenset(own or (frozenset().union(*of) if all(of) else ()))
+    return found

@@ -24,6 +24,7 @@ from autoptd.passes.normalise.drop import drop_asserts
 from autoptd.passes.normalise.view_writes import writes_to
 
 _PUTS = ("index_add", "index_put", "masked_scatter", "index_copy")
+_NOT = ("bitwise_not", "logical_not")
 _MOVES = {  # ops after which a mask that selects nothing, or all, is one
     *("permute", "transpose", "t", "to", "squeeze", "unsqueeze", "view", "reshape", "flatten", "expand", "expand_as"),
     *("broadcast_to", "slice", "select", "contiguous", "clone", "detach", "alias"),
@@ -36,9 +37,9 @@ def without_rows(program: ExportedProgram, sizes: set[sympy.Symbol], zeros: set[
     zeros: gets the names of means of such rows, which are taken for zero; None: they are not.
     """
     graph = copy.deepcopy(program.graph)
-    masks = _masks(graph, sizes)
+    masks = masks_without(graph, sizes)
     for node in list(graph.nodes):
-        kept = _left(node, sizes, masks)
+        kept = operand_left(node, sizes, masks)
         if kept is not None:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
@@ -64,6 +65,14 @@ def rows_of(node: fx.Node) -> set[sympy.Symbol]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
+def sizes_of(node: fx.Node) -> set[sympy.Symbol]:
+    """Return the symbols of the sizes of a tensor, or of those that an op gives."""
+    value = node.meta.get("val")
+    each = value if isinstance(value, (list, tuple)) else [value]
+    sizes: list[Any] = [size for x in each if isinstance(x, Tensor) for size in x.shape]
+    return {symbol for n in sizes if isinstance(n, torch.SymInt) for symbol in n.node.expr.free_symbols}
+
+
 def _is_empty(x: Any, sizes: set[sympy.Symbol]) -> bool:
     """Return whether a tensor has no element if these numbers of rows are zero."""
     value = x.meta.get("val") if isinstance(x, fx.Node) else None
@@ -72,7 +81,7 @@ def _is_empty(x: Any, sizes: set[sympy.Symbol]) -> bool:
     )
 
 
-def _left(node: fx.Node, sizes: set[sympy.Symbol], masks: Mapping[fx.Node, bool]) -> fx.Node | None:
+def operand_left(node: fx.Node, sizes: set[sympy.Symbol], masks: Mapping[fx.Node, bool]) -> fx.Node | None:
     """Return the operand that an op gives if the masks select nothing, or all, as `masks` says; None if it gives none.
 
     An operand of another shape is none: what is read of it is not what is read of the op.
@@ -145,14 +154,14 @@ def _is_zero(node: fx.Node, held: Any, zeros: set[fx.Node]) -> bool:
     return name in _SAME or (name in ("mul", "div") and isinstance(other, (int, float)) and 0 < abs(other) < math.inf)
 
 
-def _masks(graph: fx.Graph, sizes: set[sympy.Symbol]) -> dict[fx.Node, bool]:
+def masks_without(graph: fx.Graph, sizes: set[sympy.Symbol]) -> dict[fx.Node, bool]:
     """Return the masks that select nothing (False), or all (True), if these numbers of rows are zero."""
     found: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.target is torch.ops.aten.nonzero.default and rows_of(node) & sizes:
             mask = node.args[0]
             found[mask] = False
-            if op_name(mask) in ("bitwise_not", "logical_not"):
+            if op_name(mask) in _NOT:
                 found[mask.args[0]] = True
     found = {mask: every for mask, every in found.items() if _is_mask(mask)}
     for node in graph.nodes:
@@ -160,7 +169,7 @@ def _masks(graph: fx.Graph, sizes: set[sympy.Symbol]) -> dict[fx.Node, bool]:
         if node in found or not any(x is not None for x in of) or not _is_mask(node):
             continue
         name = op_name(node)
-        if name in ("bitwise_not", "logical_not"):
+        if name in _NOT:
             found[node] = not of[0]
         elif name.strip("_").removeprefix("bitwise_").removeprefix("logical_") in ("and", "or") and len(of) == 2:
             settles = name.strip("_").endswith("or")
@@ -168,6 +177,22 @@ def _masks(graph: fx.Graph, sizes: set[sympy.Symbol]) -> dict[fx.Node, bool]:
                 found[node] = settles in of if settles else settles not in of
         elif name in _MOVES and of[0] is not None:
             found[node] = of[0]
+    return found
+
+
+def sizes_of_masks(
+    graph: fx.Graph, sizes: set[sympy.Symbol], masks: Mapping[fx.Node, bool]
+) -> dict[fx.Node, frozenset[sympy.Symbol]]:
+    """Return for each of `masks_without` the numbers of rows by which it selects nothing, or all."""
+    found: dict[fx.Node, frozenset[sympy.Symbol]] = {}
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.nonzero.default and (own := rows_of(node) & sizes):
+            mask = node.args[0]
+            for x in (mask, *mask.all_input_nodes) if op_name(mask) in _NOT else (mask,):
+                found[x] = found.get(x, frozenset()) | own
+    for node in graph.nodes:
+        if node in masks and node not in found:
+            found[node] = frozenset().union(*(found.get(x, frozenset()) for x in node.all_input_nodes))
     return found
 
 

@@ -27,6 +27,7 @@ from autoptd.passes.graph import (
     descendants,
     info,
     infos,
+    masks_counted,
     op_name,
     operands,
     output_of,
@@ -72,19 +73,34 @@ def rewrite_updates(graph: fx.Graph, traced: Traced) -> None:
 
     Raises UnsupportedOp for a value that is no function of sums over samples, or that requires a gradient.
     """
-    values = updated_values(graph)
-    if not values:
+    values, masks = updated_values(graph), masks_counted(graph)
+    if not values and not masks:
         return
-    states = _States(graph, traced, list(values.values()))
+    counts = [_count_rows(graph, *mask) for mask in masks]
+    states = _States(graph, traced, [*values.values(), *counts])
     for name, value in values.items():
         states.check(traced.buffers[name], value)
     subject = "forward updates a buffer by"
     shares = Shares(graph, traced, states.found)
     outer = OuterFunction(graph, traced, states.found, shares, subject, SUM, _FIX)
+    for count in counts:  # the first of all sums, as their places say
+        outer.take(count)
     new = outer.write(list(values.values()))
     moved = {name: outer.new[value] for name, value in values.items()}
     output_of(graph).kwargs = {"sums": tuple(outer.sums)}
     store(traced.graph, BufferUpdates(new, moved, tuple(outer.placeholders)))
+
+
+def _count_rows(graph: fx.Graph, mask: fx.Node, kept: int) -> fx.Node:
+    """Write the number of elements of a mask that are not zero, for each entry of its first `kept` dims."""
+    shape = info(mask).shape
+    with graph.inserting_after(mask):
+        some = write_op(graph, mask, aten.ne.Scalar, (mask, 0), shape, torch.bool)
+    with graph.inserting_after(some):
+        some = write_op(graph, mask, aten.to.dtype, (some, torch.float64), shape, torch.float64)
+    with graph.inserting_after(some):
+        dims = list(range(kept, len(shape)))
+        return write_op(graph, mask, aten.sum.dim_IntList, (some, dims), shape[:kept], torch.float64)
 
 
 def separate_sums(graph: fx.Graph, traced: Traced) -> None:

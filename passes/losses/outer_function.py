@@ -81,10 +81,23 @@ class OuterFunction:
         if sum(prod(map(int, info(n).shape)) for n in self.sums) > LARGEST:
             raise UnsupportedOp(
                 f"{self.subject} a function of sums of more than {LARGEST:,} numbers over the batch",
-                where=source_line(values[0]),
+                where=source_line(self.sums[0]),
                 fix=self.fix,
             )
         return self.graph
+
+    def take(self, node: fx.Node) -> None:
+        """Read a sum over samples, or a value that is the same for all."""
+        if self.states[node] is Over.ADDED:
+            self._take(node, self._cast(self._wide(node)))
+        elif self.states[node] is Over.SAME:
+            self._take(node, self._shared(node))
+        else:
+            raise UnsupportedOp(
+                f"{self.subject} a function of what {op_name(node)} gives, which is no sum over the batch",
+                where=source_line(node),
+                fix=self.fix,
+            )
 
     def _take(self, node: fx.Node, partial: fx.Node) -> None:
         shape = info(partial).shape

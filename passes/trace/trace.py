@@ -27,10 +27,10 @@ from autoptd.passes.graph import updated_values
 from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.known.one_type import OneType
-from autoptd.passes.loops.empty_masks import RowTurns, prove_turns
+from autoptd.passes.loops.empty_masks import Key, RowTurns, prove_turns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.loops.sizes_read import Branches, recorded_branches
-from autoptd.passes.loops.turn_parameters import parameters_of_turns
+from autoptd.passes.loops.turn_parameters import count_rows, parameters_of_turns, trained_by
 from autoptd.passes.normalise.functionalize import refuse_lost_tangents, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast, mixes_types
@@ -130,7 +130,7 @@ def _traced(
     known = KnownInputs(samples, equal_rows(apart, counted)) if samples else None
     fixed = picture_dims(specs) | table_dims(specs, rows) | {(name, 1) for name, row in rows.items() if row.rows > 1}
     exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known, ints=ints), OwnCalls()
-    of_turns: dict[str, str] = {}
+    turns, trained = RowTurns(), dict[frozenset[Key], set[str]]()
     with record_own_calls(own):
         exporter, program = exporter.exported(repeats=repeats)
         because = exporter.because or fixed_at(program.graph_module, 1)
@@ -139,12 +139,13 @@ def _traced(
             program = exporter.run(repeats=repeats)
         if exporter.turns.rows:
             program = exporter.run(repeats=False)
-            prove_turns(program, exporter.turns, lambda some: replace(exporter, turns=some).run(repeats=False))
-            of_turns = parameters_of_turns(program, set().union(*exporter.turns.rows.values()))
+            turns = RowTurns(rows=dict(exporter.turns.rows))
+            trained = exporter.trained_without_turns(program, turns)
         if exporter.skips.rates:
             program = select_layers(lambda some: exporter.leaving_out(some).run_functional(), exporter.skips.rates)
         else:
             program = exporter.functional(program, repeats=repeats)
+        of_turns = count_rows(program, parameters_of_turns(program, turns, trained)) if turns.rows else {}
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, rows, names, frozen, count, objective, exporter.branches, known is not None)
     traced.of_turns = {names[target.removeprefix("model.")]: of for target, of in of_turns.items()}
@@ -297,6 +298,20 @@ class _Exporter:
     def leaving_out(self, branches: frozenset[int]) -> _Exporter:
         """Return an exporter that leaves out the layers of these branches on a drawn number."""
         return replace(self, skips=Skips(branches))
+
+    def trained_without_turns(
+        self, program: torch.export.ExportedProgram, turns: RowTurns
+    ) -> dict[frozenset[Key], set[str]]:
+        """Prove a program's turns, and return the parameters with a gradient without some of them, and without all."""
+
+        def trace(some: RowTurns) -> torch.export.ExportedProgram:
+            return replace(self, turns=some).run(repeats=False)
+
+        parts, every = list(prove_turns(program, turns, trace)), frozenset(turns.rows)
+        if len(parts) > 1:
+            with suppress(TraceError):  # there is no loss without any turn
+                parts.append((every, trace(RowTurns(every))))
+        return {without: trained_by(self.functional(part, repeats=False)) for without, part in parts}
 
     def run_functional(self) -> torch.export.ExportedProgram:
         """Return the exported graph without writes in place."""

@@ -67,7 +67,7 @@ class Traced:
     random_calls: list[str] = field(default_factory=list)  # modules of these calls; a node's number is `meta[CALL]`
     length_fixed: str = ""  # what made a number of the length of sequences, if none is a symbol
     read_whole: frozenset[str] = frozenset()  # inputs that the end of a loss over the whole batch reads as they are
-    of_turns: dict[str, str] = field(default_factory=dict)  # parameter that only turns on rows read -> the rows' name
+    of_turns: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter -> the sums that count its only rows
     loops: bool = False  # loops over samples were written as one pass
 
     @property

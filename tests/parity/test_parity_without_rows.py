@@ -26,6 +26,7 @@ class Chooser(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
         self.body = body
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
         self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(EXPERTS)
@@ -65,6 +66,42 @@ def written(m: Chooser, x: Tensor, chosen: Tensor) -> Tensor:
     return m.experts[2](out)
 
 
+def gated(m: Chooser, x: Tensor, chosen: Tensor) -> Tensor:
+    """A gate that starts at 0, so that rows give their experts gradients of zero."""
+    return x + m.gate * (unless_empty(m, x, chosen) - x)
+
+
+def shared(m: Chooser, x: Tensor, chosen: Tensor) -> Tensor:
+    """One layer for rows of either of two masks, and another for those of both."""
+    out, first, second = x.clone(), chosen == 3, chosen == 2
+    if first.any():
+        out[first] = m.experts[0](x[first])
+    if second.any():
+        out[second] = m.experts[0](x[second]) + m.gate
+    some = first | second
+    if some.any():
+        out = torch.where(some[..., None], m.experts[1](out), out)
+    return out
+
+
+def beside(m: Chooser, x: Tensor, chosen: Tensor) -> Tensor:
+    """A layer of rows outside of the branch on them has a gradient of zero without rows; one within has none."""
+    some, out = chosen == 3, x.clone()
+    out[some] = m.experts[0](x[some])
+    if some.any():
+        out[some] = m.experts[1](x[some])
+    return out
+
+
+def routed(m: Chooser, x: Tensor, chosen: Tensor) -> Tensor:
+    """A mask that depends on a parameter, which only the branch trains."""
+    scores = m.experts[0](x)[..., 0]
+    some, out = scores.detach() * (chosen == 3) != 0, x.clone()
+    if some.any():
+        out[some] = m.experts[1](x[some]) * scores[some].unsqueeze(-1)
+    return out
+
+
 class Terms(Chooser):
     """A loss with a term of the rows of a mask."""
 
@@ -99,11 +136,15 @@ def batches() -> list[dict[str, Tensor]]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("model", [Chooser(unless_empty), Chooser(chosen_only), Chooser(written), Terms(written)])
+@pytest.mark.parametrize(
+    "model",
+    [*map(Chooser, (unless_empty, chosen_only, written, gated, shared, beside, routed)), Terms(written)],
+    ids=lambda model: f"{type(model).__name__}-{model.body.__name__}",
+)
 def test_parameters_without_rows_are_not_updated(model: Chooser, fix: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    for parameter in model.double().parameters():
-        nn.init.normal_(parameter, std=0.3)
+    for name, parameter in model.double().named_parameters():
+        nn.init.normal_(parameter, std=0.3 * (name != "gate"))
     steps, world = batches(), fix["dp"] * fix["tp"] * fix["pp"]
     part = autoptd.parallelize(
         model,

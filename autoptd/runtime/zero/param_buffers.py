@@ -288,26 +288,27 @@ def squared_norm(pieces: Sequence[ParameterShard]) -> Tensor:
 class TrainedNames:
     """Names of the trainable parameters, and which of them have a gradient in a step.
 
-    Some only the rows of a mask read, in a Python branch on whether there are any (`TensorSpec.turn`). Without rows one
+    Some only the rows of a mask read, in a Python branch on whether there are any (`TensorSpec.rows`). Without rows one
     process skips the branch, so that they have no gradient, and no optimizer changes them. The program takes it, with
-    gradients of zero. So parameters of the same rows have gradients if any of theirs is other than zero.
+    gradients of zero, and counts the rows.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, device: torch.device) -> None:
         self.names = [name for name, spec in layout.parameters.items() if spec.trainable]
-        self._at = {name: i for i, name in enumerate(self.names)}
-        self._turn_of = {name: turn for name in self.names if (turn := layout.parameters[name].turn)}
+        self._rows = {name: rows for name in self.names if (rows := layout.parameters[name].rows)}
+        self._counts = sorted({i for rows in self._rows.values() for i in rows})
+        self._places = torch.tensor(self._counts, dtype=torch.int64, device=device)
 
-    def flags(self, used: Collection[str], pieces: Sequence[ParameterShard], device: torch.device) -> Tensor:
-        """Return for each name whether it is in `used`, float64; of a turn, whether its gradient is other than zero."""
-        found = on_device([name in used and name not in self._turn_of for name in self.names], torch.float64, device)
-        for piece in pieces if self._turn_of else ():
-            if piece.name in self._turn_of and piece.name in used and len(piece.grad):
-                found[self._at[piece.name]] += piece.grad.any()
-        return found
+    def flags(self, used: Collection[str], device: torch.device) -> Tensor:
+        """Return for each name whether it is in `used`, float64."""
+        return on_device([name in used for name in self.names], torch.float64, device)
 
-    def used(self, flags: Sequence[float]) -> set[str]:
-        """Return the names with a gradient, by the sums of `flags` over all ranks."""
-        found = {name for name, n in zip(self.names, flags, strict=True) if n}
-        turns = {self._turn_of.get(name) for name in found}
-        return found | {name for name, turn in self._turn_of.items() if turn in turns}
+    def counts(self, sums: Tensor) -> Tensor:
+        """Return the numbers of rows among the sums over the batch."""
+        return sums[self._places]
+
+    def used(self, numbers: Sequence[float]) -> set[str]:
+        """Return the names with a gradient, by the sums of `flags` over all ranks, followed by `counts`."""
+        found = {name for name, n in zip(self.names, numbers, strict=False) if n}
+        some = {place for place, n in zip(self._counts, numbers[len(self.names) :], strict=True) if n}
+        return {name for name in found if name not in self._rows or not some.isdisjoint(self._rows[name])}
