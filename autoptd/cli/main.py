@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from autoptd.cli import checkpoint, doctor
+from autoptd.cli import checkpoint, doctor, simulate
 from autoptd.cli.arguments import (
     FIXED,
-    SCHEDULE_KINDS,
     SWEPT,
     Parser,
     Together,
@@ -34,7 +33,7 @@ from autoptd.cli.arguments import (
     read_sweep,
     seconds,
 )
-from autoptd.cli.costs import add_cost_arguments, cost_question
+from autoptd.cli.costs import add_cost_arguments
 from autoptd.cli.explain import add_report_arguments, run_compare, run_explain, run_report
 from autoptd.cli.fault import internal_error, show_traceback
 from autoptd.cli.output import error_data, model_of, print_json, progress_of, readable_warnings, show, width
@@ -97,40 +96,6 @@ def _report(error: AutoptdError, *, as_json: bool) -> None:
 
 
 # --- commands -----------------------------------------------------------------------------------------------------
-
-
-def _simulate(arguments: argparse.Namespace) -> int:
-    from autoptd.explain.timeline import rank_names, refuse_untraceable, report, simulate_plan, summary
-    from autoptd.outputs import refuse_unwritable, write_whole
-    from autoptd.plans.model import Plan
-
-    if arguments.virtual is not None and arguments.schedule != "interleaved":
-        raise UsageError("--virtual is for the interleaved schedule", fix="add --schedule interleaved")
-    plan = Plan.load(arguments.plan)
-    if arguments.trace:
-        refuse_unwritable(Path(arguments.trace))
-        refuse_untraceable(plan)
-    if arguments.svg:
-        from autoptd.report.pictures import timeline_picture
-
-        if arguments.schedule or arguments.virtual:
-            raise UsageError("--svg draws the plan's own schedule", fix="leave out --schedule and --virtual")
-        timeline_picture(plan, Path(arguments.svg))
-    schedule, timeline = simulate_plan(plan, arguments.schedule, arguments.virtual)
-    costs = cost_question(arguments)
-    if arguments.trace:
-        from autoptd.cost_models.perfetto import trace_text
-
-        write_whole(Path(arguments.trace), trace_text(timeline, rank_names(plan)))
-    if arguments.json:
-        print_json(summary(plan, schedule, timeline, costs))
-    else:
-        show(report(plan, schedule, timeline, arguments.schedule or plan.schedule.kind, width(), costs))
-        if arguments.trace:
-            show(f"\ntrace saved to {arguments.trace}; open it at ui.perfetto.dev")
-        if arguments.svg:
-            show(f"\npicture saved to {arguments.svg}")
-    return DONE
 
 
 def _emit(arguments: argparse.Namespace) -> int:
@@ -313,18 +278,9 @@ def _parser() -> Parser:
     compare.add_argument("b", metavar="B", help="another plan file")
     compare.add_argument("--html", metavar="FILE", help="also write them side by side as an HTML page")
     add_cost_arguments(compare)
-    simulate = command("simulate", _simulate, "simulate one step of a plan and show where its time goes")
-    simulate.add_argument("plan", metavar="PLAN", help="a plan file")
-    simulate.add_argument(
-        "--schedule",
-        choices=SCHEDULE_KINDS,
-        metavar="KIND",
-        help=f"the schedule to simulate (default: the plan's): {', '.join(SCHEDULE_KINDS)}",
+    simulate.add_arguments(
+        command("simulate", simulate.run_simulate, "simulate one step of a plan and show where its time goes")
     )
-    simulate.add_argument("--virtual", type=count, metavar="N", help="equal chunks per rank (with interleaved)")
-    simulate.add_argument("--svg", metavar="FILE", help="save a picture of the timeline; needs matplotlib")
-    add_cost_arguments(simulate)
-    simulate.add_argument("--trace", metavar="FILE", help="save a trace for ui.perfetto.dev or chrome://tracing")
     emit = command("emit", _emit, "write the program of each stage as Python files")
     emit.add_argument("plan", metavar="PLAN", help="a plan file")
     emit.add_argument("--model", metavar="MODEL", help=f"{_MODEL_HELP} (default: the plan's, if shipped)")

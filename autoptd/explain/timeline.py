@@ -13,7 +13,7 @@ from autoptd.errors import PlanError
 from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, cost_lines
 from autoptd.explain.tables import seconds, stage_axes
 from autoptd.plans.data import PlanData
-from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists
+from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists, text
 from autoptd.text import wrapped
 
 _TRACED = 50_000  # most forward passes in a trace, 100 MB
@@ -158,6 +158,16 @@ def report(
     if drawn := picture(timeline, width):
         lines += ["", *drawn]
     return "\n".join(lines) + "\n"
+
+
+def action_lines(schedule: Schedule, width: int) -> list[str]:
+    """Return the actions of each pipeline rank in lines of at most `width` columns, as docs/schedules.md names them."""
+    margin = len(f"{len(schedule) - 1}  ")
+    lines = ["Actions of each rank"]
+    for rank, actions in enumerate(text(schedule)):
+        first, *others = wrapped(actions, width - margin).split("\n")
+        lines += [f"{rank:{margin - 2}}  {first}", *(" " * margin + line for line in others)]
+    return lines
 
 
 def _table(schedule: Schedule, timeline: Timeline, streams: Mapping[str, str]) -> list[str]:

@@ -10,7 +10,8 @@ counted as sums for buffers are: by microbatch, and added up over the batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import sympy
@@ -19,9 +20,9 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from autoptd.errors import UnsupportedOp
+from autoptd.errors import TraceError, UnsupportedOp
 from autoptd.passes.graph import COUNTED, output_of, source_line, updated_values
-from autoptd.passes.loops.empty_masks import Key, RowTurns
+from autoptd.passes.loops.empty_masks import Key, RowTurns, prove_turns
 from autoptd.passes.loops.without_rows import masks_without, operand_left, sizes_of, sizes_of_masks, without_rows
 from autoptd.passes.rewrites.row_selections import INDICES
 
@@ -29,7 +30,24 @@ aten = torch.ops.aten
 Symbols = frozenset[sympy.Symbol]
 
 
-def trained_by(program: Any) -> set[str]:
+def trained_without_turns(
+    program: ExportedProgram,
+    turns: RowTurns,
+    trace: Callable[[RowTurns], ExportedProgram],
+    functional: Callable[[ExportedProgram], ExportedProgram],
+) -> dict[frozenset[Key], set[str]]:
+    """Prove a program's turns, and return the parameters with a gradient without some of them, and without all.
+
+    `trace` leaves out turns; `functional` takes writes in place out of a program.
+    """
+    parts, every = list(prove_turns(program, turns, trace)), frozenset(turns.rows)
+    if len(parts) > 1:
+        with suppress(TraceError):  # there is no loss without any turn
+            parts.append((every, trace(RowTurns(every))))
+    return {without: _trained(functional(part)) for without, part in parts}
+
+
+def _trained(program: Any) -> set[str]:
     """Return the parameters that a gradient of an exported program's result reaches."""
     found = _differentiated(program.graph)
     return {target for target, node in _parameters(program) if node in found}
@@ -44,8 +62,8 @@ def parameters_of_turns(
     -> the parameters that it has gradients of. Raises UnsupportedOp for a parameter whose rows are not known.
     """
     sizes = set[sympy.Symbol]().union(*turns.rows.values())
-    always = trained_by(without_rows(program, sizes, set()))
-    trained, rows = trained_by(program), _rows_that_read(program.graph, sizes)
+    always = _trained(without_rows(program, sizes, set()))
+    trained, rows = _trained(program), _rows_that_read(program.graph, sizes)
     found: dict[str, Symbols] = {}
     for target, node in _parameters(program):
         if target in always or target not in trained:

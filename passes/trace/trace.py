@@ -27,10 +27,10 @@ from autoptd.passes.graph import updated_values
 from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.known.one_type import OneType
-from autoptd.passes.loops.empty_masks import Key, RowTurns, prove_turns
+from autoptd.passes.loops.empty_masks import Key, RowTurns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.loops.sizes_read import Branches, recorded_branches
-from autoptd.passes.loops.turn_parameters import count_rows, parameters_of_turns, trained_by
+from autoptd.passes.loops.turn_parameters import count_rows, parameters_of_turns, trained_without_turns
 from autoptd.passes.normalise.functionalize import refuse_lost_tangents, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast, mixes_types
@@ -139,8 +139,12 @@ def _traced(
             program = exporter.run(repeats=repeats)
         if exporter.turns.rows:
             program = exporter.run(repeats=False)
-            turns = RowTurns(rows=dict(exporter.turns.rows))
-            trained = exporter.trained_without_turns(program, turns)
+            turns, functional = RowTurns(rows=dict(exporter.turns.rows)), partial(exporter.functional, repeats=False)
+
+            def trace_without(some: RowTurns) -> torch.export.ExportedProgram:
+                return replace(exporter, turns=some).run(repeats=False)
+
+            trained = trained_without_turns(program, turns, trace_without, functional)
         if exporter.skips.rates:
             program = select_layers(lambda some: exporter.leaving_out(some).run_functional(), exporter.skips.rates)
         else:
@@ -298,20 +302,6 @@ class _Exporter:
     def leaving_out(self, branches: frozenset[int]) -> _Exporter:
         """Return an exporter that leaves out the layers of these branches on a drawn number."""
         return replace(self, skips=Skips(branches))
-
-    def trained_without_turns(
-        self, program: torch.export.ExportedProgram, turns: RowTurns
-    ) -> dict[frozenset[Key], set[str]]:
-        """Prove a program's turns, and return the parameters with a gradient without some of them, and without all."""
-
-        def trace(some: RowTurns) -> torch.export.ExportedProgram:
-            return replace(self, turns=some).run(repeats=False)
-
-        parts, every = list(prove_turns(program, turns, trace)), frozenset(turns.rows)
-        if len(parts) > 1:
-            with suppress(TraceError):  # there is no loss without any turn
-                parts.append((every, trace(RowTurns(every))))
-        return {without: trained_by(self.functional(part, repeats=False)) for without, part in parts}
 
     def run_functional(self) -> torch.export.ExportedProgram:
         """Return the exported graph without writes in place."""

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 import autoptd.cli.main as cli
+from autoptd.cli.arguments import SCHEDULE_KINDS
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, times_to_data
 from autoptd.errors import PlanError
 from autoptd.explain.timeline import _cut_again, chunk_times, picture
 from autoptd.layout.execution import ExecutionOptions
 from autoptd.plans.model import Plan
-from autoptd.schedule import SCHEDULES, route_of, step_lists
+from autoptd.schedule import SCHEDULES, parse, route_of, step_lists
 from tests.sample_plan import sample_plan
 
 Run = Callable[..., tuple[int, str, str]]
@@ -70,6 +71,19 @@ def test_what_it_prints(run: Run, saved: str):
     assert {len(line) for line in lines[7:9]} == {100}
 
 
+def test_actions_show_where_sums_begin(run: Run, tmp_path: Path):
+    timed_plan(method=ExecutionOptions(overlap=("dp",))).save(tmp_path / "plan.json")
+    schedule = step_lists("1f1b", 2, 4, early=("SUM", "GATHER"))
+    _, text, _ = run(str(tmp_path / "plan.json"), "--actions")
+    lines = text.partition("Actions of each rank\n")[2].splitlines()
+    assert max(map(len, lines)) <= 100
+    ranks = "\n".join(line[3:] if line[0] == " " else line for line in lines).replace("\n1  ", "\n|").replace("0  ", "")
+    assert parse(" ".join(part.split()) for part in ranks.split("|")) == schedule
+    assert all("SUM" in map(str, actions) for actions in schedule)
+    _, text, _ = run(str(tmp_path / "plan.json"), "--actions", "--json")
+    assert parse(json.loads(text)["actions"]) == schedule
+
+
 def test_for_machines(run: Run, saved: str):
     code, text, _ = run(saved, "--json")
     data = json.loads(text)
@@ -89,7 +103,7 @@ def test_every_schedule_can_be_asked_for(run: Run, saved: str, kind: str):
     code, text, _ = run(saved, "--schedule", kind, *virtual)
     assert code == 0
     assert text.startswith(f"gpt2-small: {kind}, 2 stages")
-    assert set(SCHEDULES) == set(cli.SCHEDULE_KINDS)
+    assert set(SCHEDULES) == set(SCHEDULE_KINDS)
 
 
 def test_chunks_share_the_work_of_their_rank():

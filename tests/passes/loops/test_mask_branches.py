@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.loops import turn_parameters
 from autoptd.passes.rewrites import masked_rows
-from autoptd.passes.trace import trace
 from tests.passes.interpret import assert_same, assert_unchanged, in_microbatches, normalised, whole
 from tests.passes.normalise.test_normalise import batch, model_of
 
@@ -108,7 +108,7 @@ def test_what_is_refused_would_be_wrong(body: Body, monkeypatch: pytest.MonkeyPa
     data = {"x": batch()["x"] * 1e-3}
     model = model_of(body)
     model.first.bias.data.fill_(-1.0)  # nothing is above 0.3
-    monkeypatch.setattr(trace, "prove_turns", lambda *args: ())
+    monkeypatch.setattr(turn_parameters, "prove_turns", lambda *args: ())
     with pytest.raises(AssertionError):
         assert_unchanged(model, data)
 
