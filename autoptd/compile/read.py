@@ -23,6 +23,7 @@ from autoptd.passes.loops.same_program import refuse_other_program
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.objectives.terms import NamedTerms
+from autoptd.passes.trace.lean_export import user_lines
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
 from autoptd.passes.trace.specialize_sizes import check_inputs
 from autoptd.passes.trace.trace import SAMPLES, trace
@@ -164,7 +165,7 @@ def _read_model(
             return traced_with(examples, rows, metrics)
 
         def parted() -> Difference | None:
-            with in_modes(), torch.device("cpu"):
+            with in_modes(), user_lines(), torch.device("cpu"):
                 return first_difference(traced_by(), traced_by(evaluating=True))
 
         given_notes = (*notes, *traced.notes)

@@ -26,13 +26,14 @@ from autoptd.passes.graph import ancestors, op_name, output_of, plain, source_li
 from autoptd.passes.normalise.annotate import annotate
 from autoptd.passes.normalise.drop import drop_identities
 from autoptd.passes.normalise.normalise import PREPARE, run_passes
-from autoptd.passes.opcall import TensorInfo
+from autoptd.passes.opcall import TensorInfo, is_random
 from autoptd.passes.random.draws import draws, given_of
 from autoptd.passes.trace.traced import BATCH, Traced
 
 _BEGIN = PREPARE[: PREPARE.index(annotate) + 1]
 _SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"})  # return their operand
 _NOT_READ = frozenset({"momentum", "cudnn_enabled"})  # arguments that no result of a norm in eval mode depends on
+_OF_DROPOUT = frozenset({"dropout", "dropout_p", "train", "training"})  # of a recurrent net or attention, if it is off
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class _Values:
     def first_without(self, other: _Values) -> str:
         """Return the place of the first value that another graph does not compute; "" if there is none."""
         theirs = set(other._of.values())
-        return next((source_line(node) for node, number in self._of.items() if number not in theirs), "")
+        called = ((node, number) for node, number in self._of.items() if node.op == "call_function")
+        return next((source_line(node) for node, number in called if number not in theirs), "")
 
     def _number(self, node: fx.Node) -> int:
         if node.op == "placeholder":
@@ -93,7 +95,9 @@ class _Values:
         target: Any = node.target
         if isinstance(target, torch._ops.OpOverload):
             given = given_of(target, node.args, node.kwargs)
-            return str(target), self._key({name: x for name, x in given.items() if name not in _NOT_READ})
+            off = is_random(target) and not draws(target, node.args, node.kwargs)
+            unread = _NOT_READ | _OF_DROPOUT if off else _NOT_READ
+            return str(target), self._key({name: x for name, x in given.items() if name not in unread})
         what = target.function if isinstance(target, OwnFunction) else target
         return what, self._key(node.args), self._key(node.kwargs)
 
