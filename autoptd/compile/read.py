@@ -165,8 +165,10 @@ def _read_model(
             return traced_with(examples, rows, metrics)
 
         def parted() -> Difference | None:
-            with in_modes(), user_lines(), torch.device("cpu"):
-                return first_difference(traced_by(), traced_by(evaluating=True))
+            with in_modes(), user_lines():
+                training, evaluation = traced_by(), traced_by(evaluating=True)
+            with torch.device("cpu"):
+                return first_difference(training, evaluation)
 
         given_notes = (*notes, *traced.notes)
         name, late = model_name(model), (evaluated, parted)
