@@ -227,6 +227,7 @@ def plain(model: nn.Module, batch: Mapping[str, Any]) -> float:
         return float(copy.deepcopy(model).eval()(**batch))
 
 
+@pytest.mark.fault("another evaluation")
 @pytest.mark.parametrize("make", PARTED, ids=lambda make: make.__name__)
 def test_a_model_that_evaluates_otherwise_is_refused(make: Callable[[], nn.Module]) -> None:
     training, evaluation = PARTED[make]
