@@ -6,14 +6,14 @@ import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from autoptd.boundary import public_methods
 from autoptd.codegen.emit import load_stage
-from autoptd.compile.evaluation import EvaluationProgram, make_evaluation
+from autoptd.compile.evaluation import EvaluationProgram, check_evaluates, make_evaluation
 from autoptd.compile.layout import named_values
 from autoptd.errors import AutoptdError, InputsError
 from autoptd.ops.stage import Stage, stage_axes
@@ -26,21 +26,22 @@ from autoptd.runtime.evaluation.sampler import EvaluationSampler
 from autoptd.runtime.initialise import values_for
 
 _EXACT = 2**53  # whole numbers below it are exact in float64
+Found = TypeVar("Found")
 _SIMPLE = (bool, int, float, str, bytes, type(None))
 
 
 class EvaluationPrograms:
-    """The programs of the metrics that were evaluated so far, one for each set of metrics.
+    """The programs of the metrics that were evaluated so far, one for each set of metrics, and that of training.
 
     Ranks that are threads share them, and trace one at a time.
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, EvaluationProgram | AutoptdError] = {}
+        self._found: dict[Hashable, Any] = {}
         self._tracing = threading.Lock()
 
-    def of(self, key: Hashable, make: Callable[[], EvaluationProgram]) -> EvaluationProgram:
-        """Return the program of some metrics. Raises what its first trace raised."""
+    def of(self, key: Hashable, make: Callable[[], Found]) -> Found:
+        """Return what `make` returned for this key, such as the program of some metrics. Raises what it raised."""
         with self._tracing:
             if key not in self._found:
                 try:
@@ -50,7 +51,7 @@ class EvaluationPrograms:
             found = self._found[key]
         if isinstance(found, AutoptdError):
             raise found
-        return found
+        return found  # type: ignore[no-any-return]
 
 
 @public_methods
@@ -61,10 +62,16 @@ class Evaluating(RunningRank):
     _evaluators: dict[Hashable, tuple[Metrics, Evaluator]]
 
     def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective."""
+        """Return the mean loss over the global batch without an update; `batch` as in `train_step`. Collective.
+
+        It is that of the model in eval mode, under `no_grad`. Raises InputsError, with the line, if the model computes
+        it in another way than in training, but for what is dropped and for running statistics.
+        """
         trainer = self._unchanging
-        with self._watch, self._not_training():
-            return trainer.eval_step(batch)
+        with self._not_training():
+            self._programs.of("eval_step", self._check_evaluates)
+            with self._watch:
+                return trainer.eval_step(batch)
 
     def evaluate(self, batches: Iterable[Mapping[str, Any]], metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
         """Return the mean of each metric over all samples of some batches, float64, on every rank. Collective.
@@ -103,6 +110,10 @@ class Evaluating(RunningRank):
         samples: size of the data set. batch: size of a global batch. Default: the plan's.
         """
         return EvaluationSampler(samples, batch or self.plan.batch, self.dp_rank, self.dp_size)
+
+    def _check_evaluates(self) -> None:
+        self._planned.check(modes=False)
+        check_evaluates(self._source)
 
     def _values(self, batches: Iterable[Mapping[str, Any]], functions: Mapping[str, Metric]) -> dict[str, Tensor]:
         """Return the values of all samples, float64 [samples, …]."""

@@ -95,10 +95,12 @@ class PlannedModel:
         """True if steps were taken since the user wrote to the model's tensors last."""
         return self._ahead and not self._is_trial and self._values.are_as_noted
 
-    def check(self) -> None:
-        """Raise InputsError naming the first thing that has changed."""
+    def check(self, *, modes: bool = True) -> None:
+        """Raise InputsError naming the first thing that has changed; `modes`: be it train or eval mode."""
+        own = {id(vars(module)) for _, module, *_ in self._modules}
         for each in self._read:
-            if each.differs():
+            is_mode = each.key == "training" and id(each.holder) in own
+            if (modes or not is_mode) and each.differs():
                 if isinstance(each.value, TensorValue):
                     raise _other(each.name, "has other values than", _OUTSIDE)
                 if isinstance(each.value, nn.Module):

@@ -27,6 +27,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "rows that are not selected": "rows that a mask leaves out count in a sum, or in a mean's divisor",
         "one number of a microbatch": "a median over the batch, which its rows read, is averaged over microbatches",
         "rows written twice": "x[i] += v adds all of v where i has an index twice, of which torch keeps one (refused)",
+        "another evaluation": "an evaluation step runs what training computes, where eval mode takes another branch",
         "a changed model": "what a training loop changes of a model stays as planned (refused), or is saved as it was",
         "a step without gradients": "a step under the caller's no_grad or inference mode moves no parameter",
         "turns without rows": "a turn of a loop that a model leaves out where a mask selects no rows changes a value",

@@ -21,7 +21,7 @@ from autoptd.codegen.emit import Program
 from autoptd.compile.layout import make_layout
 from autoptd.compile.program import make_program
 from autoptd.compile.traced import TracedModel
-from autoptd.errors import AutoptdError, PlanError
+from autoptd.errors import AutoptdError, InputsError, PlanError
 from autoptd.layout.layout import Layout
 from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.sharding.sharding import Sharding, parameter_splits, to_text
@@ -32,6 +32,10 @@ from autoptd.plans.model import Plan
 from autoptd.search.sharding.cache import ShardingQuery
 from autoptd.search.sharding.strategies import experts_on_tp
 
+_LOSS_FIX = (
+    "evaluate the loss of each sample by par.evaluate, which runs the model in eval mode; or the plain model in one "
+    "process: model.load_state_dict(par.state_dict())"
+)
 _FIX = "evaluate with fewer outputs of inner layers, or evaluate the plain model with par.state_dict()"
 
 
@@ -48,11 +52,11 @@ class EvaluationProgram:
 def make_evaluation(source: TracedModel, plan: Plan, metrics: Metrics) -> EvaluationProgram:
     """Trace metrics of a planned model and emit their program.
 
-    Raises InputsError or UnsupportedOp for metrics without a value of each sample; PlanError if the plan's stages do
-    not hold the parameters that the outputs are computed from.
+    The model is in eval mode. Raises InputsError or UnsupportedOp for metrics without a value of each sample; PlanError
+    if the plan's stages do not hold the parameters that the outputs are computed from.
     """
     if source.evaluated is None:
-        raise PlanError("this model was read from a kept trace", fix="trace the module itself: autoptd.trace(model)")
+        raise _kept()
     found = source.evaluated(metrics)
     sharding = _sharding(found, plan)
     splits = Splits(parameters=parameter_splits(found.folded, sharding), activations={})
@@ -72,6 +76,30 @@ def make_evaluation(source: TracedModel, plan: Plan, metrics: Metrics) -> Evalua
     }
     own = plan.model_copy(update=changes)
     return EvaluationProgram(found, make_program(found, own, sharding), make_layout(found, own), metrics)
+
+
+def check_evaluates(source: TracedModel) -> None:
+    """Raise InputsError if an evaluation step, which drops nothing, is not what the model computes in eval mode."""
+    if source.parted is None:
+        raise _kept()
+    try:
+        found = source.parted()
+    except AutoptdError as error:
+        raise InputsError(
+            f"what the model computes in eval mode is unknown: {error.what}", where=error.where, fix=_LOSS_FIX
+        ) from error
+    if found is not None:
+        places = (("in training", found.step), ("in eval mode", found.model))
+        raise InputsError(
+            "the model computes its loss in another way in eval mode than in training, which eval_step runs; these "
+            "are the first ops that only one of both has",
+            where="\n".join(f"{when}: {place}" for when, place in places if place),
+            fix=_LOSS_FIX,
+        )
+
+
+def _kept() -> PlanError:
+    return PlanError("this model was read from a kept trace", fix="trace the module itself: autoptd.trace(model)")
 
 
 def _sharding(found: TracedModel, plan: Plan) -> Sharding:

@@ -17,16 +17,18 @@ from autoptd.errors import InputsError, PlanError, TraceError, UnsupportedOp, ne
 from autoptd.layout.sample_rows import PLAIN, SHARED, Rows, is_declared, readings, with_samples
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
+from autoptd.passes.evaluation.difference import Difference, first_difference
 from autoptd.passes.fold import fold, graph_hash
 from autoptd.passes.loops.same_program import refuse_other_program
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.objectives.terms import NamedTerms
+from autoptd.passes.trace.lean_export import user_lines
 from autoptd.passes.trace.loss import Objective, Targets, name_targets, read_objective
 from autoptd.passes.trace.specialize_sizes import check_inputs
 from autoptd.passes.trace.trace import SAMPLES, trace
 from autoptd.passes.trace.traced import AVERAGINGS, BATCH, SEQUENCE
-from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, refuse_unsuitable, unwrap
+from autoptd.passes.trace.unwrap import compiled_notes, eval_notes, modes_of, refuse_unsuitable, unwrap
 from autoptd.progress import Progress
 from autoptd.search.sharding.cache import ShardingCache
 
@@ -129,8 +131,10 @@ def _read_model(
     if terms:
         objective, model = objective.with_terms(terms, model)
     check_inputs(examples := {**given, **named})
+    in_modes = modes_of(model, objective.loss)
 
     def traced_with(examples: Mapping[str, Tensor], rows: Rows, objective: Objective = objective) -> TracedModel:
+        metrics = isinstance(objective, Metrics)
         traced_by = partial(
             trace,
             model,
@@ -138,7 +142,8 @@ def _read_model(
             rows=rows,
             loss=objective,
             precision=precision,
-            averaging="global" if isinstance(objective, Metrics) else loss_averaging,  # type: ignore[arg-type]
+            averaging="global" if metrics else loss_averaging,  # type: ignore[arg-type]
+            evaluating=metrics,
         )
         with progress.stage(f"trace {type(model).__name__}"):
             traced = traced_by()
@@ -159,10 +164,15 @@ def _read_model(
         def evaluated(metrics: Objective) -> TracedModel:
             return traced_with(examples, rows, metrics)
 
+        def parted() -> Difference | None:
+            with in_modes(), user_lines():
+                training, evaluation = traced_by(), traced_by(evaluating=True)
+            with torch.device("cpu"):
+                return first_difference(training, evaluation)
+
         given_notes = (*notes, *traced.notes)
-        return TracedModel(
-            lambda: model, model_name(model), folded, digest, sizes, precision, known, again, given_notes, evaluated
-        )
+        name, late = model_name(model), (evaluated, parted)
+        return TracedModel(lambda: model, name, folded, digest, sizes, precision, known, again, given_notes, *late)
 
     first: TraceError | None = None
     for rows in readings(examples):

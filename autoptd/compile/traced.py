@@ -9,6 +9,7 @@ import sympy
 from torch import nn
 
 from autoptd.layout.size_conditions import all_hold
+from autoptd.passes.evaluation.difference import Difference
 from autoptd.passes.fold import Folded
 from autoptd.passes.trace.loss import Objective
 from autoptd.passes.trace.traced import SEQUENCE
@@ -32,8 +33,10 @@ class TracedModel:
     known: ShardingCache = field(compare=False, repr=False)
     again: Callable[[int], TracedModel] = field(compare=False, repr=False)  # trace it with so many samples
     notes: tuple[str, ...] = ()  # notes about the given module, for its plans
-    # trace it with another objective; None if the trace was read from a file
+    # trace it in eval mode with metrics as its objective; find where its loss in eval mode parts from that of a program
+    # in which nothing is dropped. None if the trace was read from a file
     evaluated: Callable[[Objective], TracedModel] | None = field(default=None, compare=False, repr=False)
+    parted: Callable[[], Difference | None] | None = field(default=None, compare=False, repr=False)
 
     def for_batch(self, samples: int) -> TracedModel:
         """Return the model as its code runs for a step of so many samples: traced again if it branches on them.

@@ -220,11 +220,10 @@ class Agreement:
 
 
 def check_evaluates(layout: Layout) -> None:
-    """Raise InputsError if it is unknown what the model computes in eval mode."""
+    """Raise InputsError for statistics of the batch for which no running ones are known to stand in."""
     if layout.statistics == "unknown":
         raise InputsError(
-            "samples are normalised by statistics of their batch, computed by hand: what this model computes in eval "
-            "mode was not traced",
+            "samples are normalised by statistics of their batch, computed by hand, which no evaluation step takes",
             where="eval_step",
             fix="evaluate the plain model with par.state_dict(), or use nn.BatchNorm with running statistics",
         )

@@ -217,10 +217,10 @@ class Trainer:
             self._inputs.refuse(agreed)
         return torch.tensor(whole, dtype=self.layout.main_dtype)
 
-    def evaluate_with(self, stages: Sequence[Stage], layout: Layout) -> None:
-        """Bring stages on this rank's tensors into evaluation mode: nothing is dropped, statistics are running ones."""
+    def evaluate_with(self, stages: Sequence[Stage], layout: Layout, *, drops: bool = False) -> None:
+        """Bring stages on this rank's tensors into evaluation mode: statistics are running ones, dropout as `drops`."""
         self._check_loaded()
-        self._dropout.active = False
+        self._dropout.active = drops
         _use_running(stages, layout, True)
 
     def attach(self, stages: Sequence[Stage]) -> None:

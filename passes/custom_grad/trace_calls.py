@@ -17,6 +17,7 @@ This uses private parts of torch, seen in 2.13.0: `torch.autograd.function._Sing
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -86,12 +87,13 @@ class OwnCalls:
         self._keys: dict[object, int] = {}
         self._names: dict[object, str] = {}
         self._functions: list[object] = []  # keeps functions alive whose ids are in the keys of `_names`
+        self._thread = threading.get_ident()  # other ranks of a test are threads beside it
         self.trying = False  # True during a trial run, which may differentiate
 
     @property
     def tracing(self) -> bool:
-        """True while the user's forward is being traced, outside trial runs."""
-        return get_proxy_mode() is not None and not self.trying
+        """True while the user's forward is being traced, by this thread and outside trial runs."""
+        return threading.get_ident() == self._thread and get_proxy_mode() is not None and not self.trying
 
     @contextmanager
     def trial(self) -> Iterator[None]:

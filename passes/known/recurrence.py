@@ -31,12 +31,12 @@ def layer_by_layer() -> Iterator[None]:
 
 
 def run_layers(op: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
-    """Return `op(x, *rest)`, one layer at a time if it drops between layers.
+    """Return `op(x, *rest)`, one layer at a time if it drops between layers, in eval mode too: the ops are then alike.
 
     `rest`: states, weights, bias, layers, dropout, train, bidirectional, batch_first. A packed sequence has other
     arguments, and is run as it is.
     """
-    if len(rest) != 8 or not isinstance(rest[3], int) or not (rest[3] > 1 and rest[4] and rest[5]):
+    if len(rest) != 8 or not isinstance(rest[3], int) or not (rest[3] > 1 and rest[4]):
         return op(x, *rest)
     states, weights, bias, layers, dropout, train, bidirectional, batch_first = rest
     several = not isinstance(states, Tensor)

@@ -8,7 +8,7 @@ functional ATen op or an op of `autoptd.ops.library`; sizes in arguments are int
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -81,14 +81,20 @@ def normalise(traced: Traced, *, check_each: bool = False) -> Traced:
     With `check_each`, which tests set, the graph is checked after each pass, which takes a third of the time.
     """
     graph = traced.graph.graph
-    for step in (*PREPARE, *LOSS, *FINISH):
+    run_passes(traced, [*PREPARE, *LOSS, *FINISH], check_each=check_each)
+    graph.lint()
+    _check(graph)
+    return traced
+
+
+def run_passes(traced: Traced, passes: Sequence[Pass], *, check_each: bool = False) -> None:
+    """Run some passes over the graph, and remove after each what nothing reads."""
+    graph = traced.graph.graph
+    for step in passes:
         step(graph, traced)
         _drop_dead(graph)
         if check_each:
             graph.lint()
-    graph.lint()
-    _check(graph)
-    return traced
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -311,3 +311,19 @@ def _writes_first(node: fx.Node) -> bool:
     """Return whether an op writes to its first argument only."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     return [a.alias_info is not None and a.alias_info.is_write for a in schema] == [True] + [False] * (len(schema) - 1)
+
+
+def write_functionally(program: torch.export.ExportedProgram) -> None:
+    """Rewrite writes in place whose functional form torch does not know, or gets wrong."""
+    copy_detached(program.graph)
+    if not _has_transforms(program.graph):
+        write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
+
+
+def to_decompose(graph: fx.Graph) -> bool:
+    """Return whether torch must decompose a graph: it writes through views, or uses transforms of torch.func."""
+    return any(map(writes_through_view, graph.nodes)) or _has_transforms(graph)
+
+
+def _has_transforms(graph: fx.Graph) -> bool:
+    return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)

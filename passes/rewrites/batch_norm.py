@@ -67,8 +67,7 @@ def write_batch_norms_as_sums(graph: fx.Graph, traced: Traced) -> None:
     """
     if isinstance(traced.objective, Metrics):
         output_of(graph).kwargs = {}
-        for node in [n for n in graph.nodes if n.target in _NORMS and n.args[5] and n.args[3] is not None]:
-            _evaluate(graph, node)
+        take_running_statistics(graph)
     skipping = skipping_masks(graph, of_gradients=False)
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -80,6 +79,12 @@ def write_batch_norms_as_sums(graph: fx.Graph, traced: Traced) -> None:
             raise _refused(node, "nn.BatchNorm1d, 2d or 3d")
         elif op_name(node) == "instance_norm" and isinstance(node.args[3], fx.Node) and node.args[5]:
             raise _refused(node, "track_running_stats=False, or put it in eval mode")
+
+
+def take_running_statistics(graph: fx.Graph) -> None:
+    """Rewrite every batch norm with running statistics to what it is in eval mode."""
+    for node in [n for n in graph.nodes if n.target in _NORMS and n.args[5] and n.args[3] is not None]:
+        _evaluate(graph, node)
 
 
 def _evaluate(graph: fx.Graph, node: fx.Node) -> None:

@@ -25,6 +25,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from traceback import StackSummary
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +40,7 @@ from torch.export import _trace
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.proxy import TracerBase
 
 from autoptd.passes.trace import loss
 from autoptd.passes.trace.trace_errors import is_foreign
@@ -54,6 +57,21 @@ def lean_export() -> Iterator[None]:
     switches = patch.object(grad_switches, _SWITCHES, _without_disabled_autocast)
     whose = patch.object(ShapeEnv, "_get_user_frame", _user_frame)
     with _use_lazy_graph_module(True), patch(describe, lambda tensor: None), whose, switches, _einsum_orders():
+        yield
+
+
+@contextmanager
+def user_lines() -> Iterator[None]:
+    """Wrap traces whose nodes shall name the line of the user's code that they are due to, also one of a function or
+    another method; torch names that of the innermost `forward`, which may be torch's."""
+    foreign, torchs = cache(is_foreign), TracerBase._filter_traceback_frames
+
+    def filtered(tracer: TracerBase, stack: StackSummary) -> StackSummary:
+        first = next((i for i, frame in enumerate(stack) if frame.filename == loss.__file__), len(stack))
+        mine = [frame for frame in stack[first:] if frame.filename == loss.__file__ or not foreign(frame.filename)]
+        return StackSummary.from_list(mine) if mine else torchs(tracer, stack)
+
+    with patch.object(TracerBase, "_filter_traceback_frames", filtered):
         yield
 
 

@@ -69,15 +69,18 @@ class _ModuleCall:
 
 
 class Repeats:
-    """Runner of a model's module calls during export. `captures` and `paths` are read by `expand_repeats`."""
+    """Runner of a model's module calls during export. `captures` and `paths` are read by `expand_repeats`.
 
-    def __init__(self, model: nn.Module) -> None:
+    `gradients`: whether the trace has them on, but for regions of forward.
+    """
+
+    def __init__(self, model: nn.Module, gradients: bool = True) -> None:
         self.captures: dict[int, Capture] = {}  # by key
         self.paths: dict[int, list[str]] = {}  # key -> paths of the modules that repeat it, in call order
         self._known: dict[Hashable, list[Capture]] = {}
         self._refused: set[Hashable] = set()
         self._modules = {id(vars(m)): m for m in model.modules() if _is_compared(m)}
-        self._model, self._watch = model, watch_of(model)
+        self._model, self._watch, self._gradients = model, watch_of(model), gradients
         self._keys = 0
 
     def running(self) -> AbstractContextManager[None]:
@@ -87,7 +90,7 @@ class Repeats:
     def _run_call(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         base = self._modules.get(id(vars(module)))
         mode = get_proxy_mode()
-        if base is None or mode is None or not _no_modes():
+        if base is None or mode is None or not self._is_plain():
             return inner(module, *args, **kwargs)
         if id(vars(base)) not in self._watch.several:
             self._watch.several.add(id(vars(base)))  # a module without equals is compared from its second call on
@@ -116,6 +119,17 @@ class Repeats:
         else:
             self._refused.add(call.alike)
         return out
+
+    def _is_plain(self) -> bool:
+        """Return whether no global state changes a call: gradients as elsewhere, no autocast, no module hooks."""
+        hooks = (
+            module_state._global_forward_hooks,
+            module_state._global_forward_pre_hooks,
+            module_state._global_backward_hooks,
+            module_state._global_backward_pre_hooks,
+        )
+        autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        return torch.is_grad_enabled() == self._gradients and not autocast and not any(hooks)
 
     def _call(self, tracer: Any, base: nn.Module, args: Any, kwargs: Any) -> _ModuleCall:
         """Describe a call. Raises Unknown if it cannot be compared with others."""
@@ -156,7 +170,7 @@ class Repeats:
         try:
             with _NO_TORCH_FUNCTION():
                 after = pytree.tree_leaves((args, kwargs))
-                same = _no_modes() and state(base) == before and _unchanged(call.leaves, after)
+                same = self._is_plain() and state(base) == before and _unchanged(call.leaves, after)
                 capture = self._build_capture(tracer, base, path, call, key, enter, out, mine) if same else None
         except Unknown:
             capture = None
@@ -229,18 +243,6 @@ def _is_compared(module: nn.Module) -> bool:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     return bool(module._modules) or not type(module).__module__.startswith("torch.nn.")
-
-
-def _no_modes() -> bool:
-    """Return whether no global state changes a call: gradients are on, no autocast, no global module hooks."""
-    hooks = (
-        module_state._global_forward_hooks,
-        module_state._global_forward_pre_hooks,
-        module_state._global_backward_hooks,
-        module_state._global_backward_pre_hooks,
-    )
-    autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    return torch.is_grad_enabled() and not autocast and not any(hooks)
 
 
 def _node_of(tracer: Any, tensor: Tensor) -> fx.Node:

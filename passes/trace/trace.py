@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import Dim
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
@@ -35,11 +35,10 @@ from autoptd.passes.normalise.functionalize import refuse_lost_tangents, refuse_
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast, mixes_types
 from autoptd.passes.normalise.view_writes import (
-    copy_detached,
     copy_written_inputs,
     refuse_writes_to_state,
-    write_views_functionally,
-    writes_through_view,
+    to_decompose,
+    write_functionally,
 )
 from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
@@ -75,6 +74,7 @@ def trace(
     averaging: Averaging = "global",
     samples: int = 0,
     rows: Rows | None = None,
+    evaluating: bool = False,
 ) -> Traced:
     """Trace `model(**inputs)` to its scalar loss.
 
@@ -82,12 +82,14 @@ def trace(
     and dtypes are read. `model` is the one that `Objective.joined` returned. With `repeats`, equal modules are traced
     once and copied for every call, which gives the same graph in less time. `samples`: trace with so many samples, and
     record loops over them (`loops/sample_loops.py`); else done only if the model cannot be traced without. `rows`: what
-    the inputs' dims are; default, the likeliest.
+    the inputs' dims are; default, the likeliest. `evaluating`: trace what it computes after `model.eval()`, under
+    `no_grad`.
     Raises InputsError (unsuitable inputs), UnsupportedOp (a size depends on data), TraceError (anything else).
     """
+    traced = partial(_traced, model, inputs, loss, precision, averaging=averaging, rows=rows, evaluating=evaluating)
     if not samples:
         try:
-            return _traced(model, inputs, loss, precision, repeats, averaging, 0, rows)
+            return traced(repeats, 0)
         except TraceError as error:
             if not may_loop(error):
                 raise
@@ -95,13 +97,13 @@ def trace(
         bakes = "bakes the batch size" in first.what
         with suppress(TraceError):
             if bakes:
-                return _traced(model, inputs, loss, precision, repeats, averaging, 0, rows, ints=True)
+                return traced(repeats, 0, ints=True)
         try:
-            return _traced(model, inputs, loss, precision, False, averaging, SAMPLES[0], rows)
+            return traced(False, SAMPLES[0])
         except TraceError as error:
             further = isinstance(error, UnsupportedOp) and error.where != first.where
             raise (error if further else first) from (error if further else first).__cause__
-    return _traced(model, inputs, loss, precision, False, averaging, samples, rows)
+    return traced(False, samples)
 
 
 def _traced(
@@ -110,9 +112,11 @@ def _traced(
     loss: Callable[..., Tensor] | Objective | None,
     precision: str,
     repeats: bool,
-    averaging: Averaging,
     samples: int,
+    *,
+    averaging: Averaging,
     rows: Rows | None,
+    evaluating: bool,
     ints: bool = False,
 ) -> Traced:
     check_inputs(inputs)
@@ -129,7 +133,8 @@ def _traced(
     counted = [n for n in apart if rows[n] != SHARED and n not in objective.targets]
     known = KnownInputs(samples, equal_rows(apart, counted)) if samples else None
     fixed = picture_dims(specs) | table_dims(specs, rows) | {(name, 1) for name, row in rows.items() if row.rows > 1}
-    exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, known=known, ints=ints), OwnCalls()
+    how = {"known": known, "ints": ints, "evaluating": evaluating}
+    exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, **how), OwnCalls()  # type: ignore[arg-type]
     turns, trained = RowTurns(), dict[frozenset[Key], set[str]]()
     with record_own_calls(own):
         exporter, program = exporter.exported(repeats=repeats)
@@ -207,6 +212,7 @@ class _Exporter:
     known: KnownInputs | None = None  # set if loops over samples are recorded
     settled: bool = False  # whether a forward pass comes first, for the modules that it replaces
     ints: bool = False  # whether `int` and `float` of sizes give sizes
+    evaluating: bool = False  # whether model and loss are in eval mode, without gradients
     left_out: set[str] = field(default_factory=set)  # places of checks of data
     written: set[str] = field(default_factory=set)  # inputs that forward writes to
     turns: RowTurns = field(default_factory=RowTurns)
@@ -312,10 +318,10 @@ class _Exporter:
         given = dict(zip(map(str, program.graph_signature.user_inputs), self.specs, strict=True))
         self.written.update(given[arg] for arg in copy_written_inputs(program.graph, given))
         refuse_lost_tangents(program.graph)
-        _write_functionally(program)
-        if repeats and _to_decompose(program.graph):
+        write_functionally(program)
+        if repeats and to_decompose(program.graph):
             return self.run_functional()
-        if not _to_decompose(program.graph):
+        if not to_decompose(program.graph):
             return program
         written = program.graph
         refuse_writes_to_out(written)
@@ -337,6 +343,8 @@ class _Exporter:
         reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
         objective = self.objective.in_precision(PRECISIONS[self.precision])
         root = Loss(model, objective, names, self.casts, self.rows, reads)
+        if self.evaluating:
+            root.eval()
         with mode:
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
             if self.settled:
@@ -348,7 +356,7 @@ class _Exporter:
         self.branches.clear()
 
         def traced() -> torch.export.ExportedProgram:
-            found = Repeats(model) if repeats and not hooks else None
+            found = Repeats(model, not self.evaluating) if repeats and not hooks else None
             self.turns.rows.clear()
             repeating = nullcontext() if found is None else found.running()
             typed = OneType(self._written(), PRECISIONS[self.precision]) if self.one_type else nullcontext()
@@ -374,6 +382,7 @@ class _Exporter:
                 written_to_trace(self.model),
                 hooks.running(),
                 write_assigned_buffers(root),
+                torch.set_grad_enabled(not self.evaluating),
             ):
                 return refuse_changes(model, root, hooks, traced)
         except AutoptdError as error:
@@ -382,19 +391,3 @@ class _Exporter:
             raise
         except Exception as error:  # anything that the model's code or a library raises
             raise explain(error) from error
-
-
-def _write_functionally(program: torch.export.ExportedProgram) -> None:
-    """Rewrite writes in place whose functional form torch does not know, or gets wrong."""
-    copy_detached(program.graph)
-    if not _has_transforms(program.graph):
-        write_views_functionally(program.graph, program.graph_signature.inputs_to_buffers)
-
-
-def _to_decompose(graph: fx.Graph) -> bool:
-    """Return whether torch must decompose a graph: it writes through views, or uses transforms of torch.func."""
-    return any(map(writes_through_view, graph.nodes)) or _has_transforms(graph)
-
-
-def _has_transforms(graph: fx.Graph) -> bool:
-    return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)

@@ -9,6 +9,7 @@ It is imported where a module is looked at, because its import takes a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -267,6 +268,24 @@ def copy_modes(model: nn.Module, other: nn.Module) -> None:
     modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
     for name, module in other.named_modules(remove_duplicate=False):
         module.training = modes.get(name, model.training)
+
+
+def modes_of(*models: object) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context manager in which all modules of some models are in the modes in which they are now."""
+    noted = [(m, m.training) for model in models if isinstance(model, nn.Module) for m in model.modules()]
+
+    @contextmanager
+    def in_modes() -> Iterator[None]:
+        others = [(m, m.training) for m, mode in noted if m.training != mode]
+        try:
+            for m, mode in others:
+                m.training = not mode
+            yield
+        finally:
+            for m, mode in others:
+                m.training = mode
+
+    return in_modes
 
 
 _MEANING = "no dropout there, and batch norms use their running statistics"

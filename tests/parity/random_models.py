@@ -92,11 +92,12 @@ class NoisyTokens(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.table(ids)
         for up in self.ups:
-            if torch.rand(()) < 0.4:
+            if self.training and torch.rand(()) < 0.4:
                 continue
             y = torch.tanh(up(x))
-            x = x + drop_path(y + 0.1 * torch.randn_like(y) * torch.rand(y.shape[:2], dtype=y.dtype)[..., None], 0.8)
-        return F.cross_entropy(self.head(F.dropout(x, 0.1)).flatten(0, 1), labels.flatten())
+            y = y + 0.1 * torch.randn_like(y) * torch.rand(y.shape[:2], dtype=y.dtype)[..., None]
+            x = x + (drop_path(y, 0.8) if self.training else y)
+        return F.cross_entropy(self.head(F.dropout(x, 0.1, self.training)).flatten(0, 1), labels.flatten())
 
 
 def noisy_tokens() -> Case:

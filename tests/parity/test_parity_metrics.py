@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd import evaluating
 from autoptd.api import Parallel
+from autoptd.compile import read
 from autoptd.errors import AutoptdError, InputsError, RuntimeFault, UnsupportedOp
 from autoptd.layout.mesh import Mesh
 from autoptd.runtime.comm.interfaces import Communicators
@@ -169,7 +170,6 @@ SPOILT = {  # what is edited in the evaluator
     "no dp rank's place": (r"sum\(sizes\[: self\._comm\.dp\.rank\]\)", "0"),
     "padding of microbatches counts": (r"counted=own\)", "counted=None)"),
     "ended ranks count a sample": (r"own = 0 if batch is None else", "own = 1 if batch is None else"),
-    "dropout": (r"trainer\.evaluate_with\(self\._stages, self\._layout\)", "trainer._dropout.active = True"),
 }
 
 
@@ -182,13 +182,19 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     module = ModuleType("spoilt")
     exec(compile(spoilt, "spoilt", "exec"), module.__dict__)
     monkeypatch.setattr(evaluating, "Evaluator", module.__dict__["Evaluator"])
-    name = "gpt2_dropout" if fault == "dropout" else "gpt2"
-    made = parallel(name, planned(name, Mesh(4, 2, 1), Variant(bulk=True, micro=1, zero=3)), "sgd")
+    made = parallel("gpt2", planned("gpt2", Mesh(4, 2, 1), Variant(bulk=True, micro=1, zero=3)), "sgd")
     try:
-        found = evaluated(made, name)
+        found = evaluated(made, "gpt2")
     except (AutoptdError, RuntimeError):
         return
-    assert wrong(found, name)
+    assert wrong(found, "gpt2")
+
+
+def test_metrics_of_a_model_in_training_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = parallel("gpt2_dropout", planned("gpt2_dropout", Mesh(4, 2, 1), Variant(bulk=True, micro=1)), "sgd")
+    traced = read.trace
+    monkeypatch.setattr(read, "trace", lambda *args, evaluating, **options: traced(*args, **options))
+    assert wrong(evaluated(made, "gpt2_dropout"), "gpt2_dropout")
 
 
 def test_a_sample_that_is_evaluated_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,7 +277,7 @@ def test_evaluation_of_statistics_by_hand_is_refused() -> None:
     def body(communicators: Communicators) -> None:
         mine = copy.copy(made)
         mine.start(communicators, made.initial_values())
-        with pytest.raises(InputsError, match="was not traced"):
+        with pytest.raises(InputsError, match="computed by hand, which no evaluation step takes"):
             mine.eval_step(batches("normed_by_hand", 1)[0])
 
     run_lockstep(made.layout.mesh, body)

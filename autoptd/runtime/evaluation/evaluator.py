@@ -91,7 +91,7 @@ class Evaluator:
             return None
         for stage in self._stages:
             stage.shared_inputs = {name: microbatches[0][name] for name in self._layout.shared}
-        trainer.evaluate_with(self._stages, self._layout)
+        trainer.evaluate_with(self._stages, self._layout, drops=True)  # what the model drops in eval mode too
         counts = start_counts(self._stages, microbatches, comm.dp, comm.device)
         steps = trainer.most_microbatches(own)
         microbatches = microbatches[:own] + microbatches[-1:] * (steps - own)

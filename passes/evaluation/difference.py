@@ -1,0 +1,149 @@
+"""The first place where what a model computes in eval mode parts from what an evaluation step runs.
+
+    model in training ──trace──► graph ──switch_off──► graph of an evaluation step ─┐
+                                                                                    ├─► equal, or the first difference
+    model.eval(), no_grad ─────────────trace──────────► graph of the plain model ───┘
+
+Values are equal if the same op gives them from equal values and numbers; parameters, buffers and inputs are by their
+names. So neither the order of ops counts, nor what no loss reads, such as new values of buffers, nor gradients. The
+n-th draw of the one graph is the n-th alike draw of the other. If the losses are not equal, the first value that only
+one of the graphs computes is where they part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
+from autoptd.passes.evaluation.switched_off import switch_off
+from autoptd.passes.graph import ancestors, op_name, output_of, plain, source_line
+from autoptd.passes.normalise.annotate import annotate
+from autoptd.passes.normalise.drop import drop_identities
+from autoptd.passes.normalise.normalise import PREPARE, run_passes
+from autoptd.passes.opcall import TensorInfo, is_random
+from autoptd.passes.random.draws import draws, given_of
+from autoptd.passes.trace.traced import BATCH, Traced
+
+_BEGIN = PREPARE[: PREPARE.index(annotate) + 1]
+_SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"})  # return their operand
+_NOT_READ = frozenset({"momentum", "cudnn_enabled"})  # arguments that no result of a norm in eval mode depends on
+_OF_DROPOUT = frozenset({"dropout", "dropout_p", "train", "training"})  # of a recurrent net or attention, if it is off
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Places of the first ops that only one of two computations has; "" if all ops of the one are in the other."""
+
+    step: str  # of the evaluation step, which runs the program of training
+    model: str  # of the model in eval mode
+
+
+def first_difference(training: Traced, evaluation: Traced) -> Difference | None:
+    """Return where two traces of a model part, in training and in eval mode; None if an evaluation step is exact.
+
+    Changes both graphs. Raises UnsupportedOp.
+    """
+    run_passes(training, [*_BEGIN, switch_off, drop_identities])
+    run_passes(evaluation, [*_BEGIN, drop_identities])
+    known: dict[object, int] = {}
+    step, model = _Values(training, known), _Values(evaluation, known)
+    if step.result == model.result:
+        mine = {text for text, _ in _conditions(training)}
+        other = next((where for text, where in _conditions(evaluation) if text not in mine), None)
+        return None if other is None else Difference("", other)
+    return Difference(step.first_without(model), model.first_without(step))
+
+
+class _Values:
+    """Numbers of a graph's values: equal values of two graphs, which share `known`, have the same number."""
+
+    def __init__(self, traced: Traced, known: dict[object, int]) -> None:
+        self._traced, self._known, self._draws = traced, known, dict[object, int]()
+        self._of: dict[fx.Node, int] = {}
+        loss = output_of(traced.graph.graph).args
+        read = ancestors(n for n in output_of(traced.graph.graph).all_input_nodes if n in _within(loss))
+        self._names = _names(traced)
+        for node in traced.graph.graph.nodes:
+            if node in read:
+                self._of[node] = self._number(node)
+        self.result = self._key(loss)
+
+    def first_without(self, other: _Values) -> str:
+        """Return the place of the first value that another graph does not compute; "" if there is none."""
+        theirs = set(other._of.values())
+        called = ((node, number) for node, number in self._of.items() if node.op == "call_function")
+        return next((source_line(node) for node, number in called if number not in theirs), "")
+
+    def _number(self, node: fx.Node) -> int:
+        if node.op == "placeholder":
+            return self._known.setdefault(self._given(node), len(self._known))
+        if op_name(node) in _SAME or isinstance(node.target, OwnHook):
+            return self._of[node.args[0]]  # type: ignore[index]
+        called = self._called(node)
+        if draws(node.target, node.args, node.kwargs):
+            self._draws[called] = turn = self._draws.get(called, 0) + 1
+            called = turn, called
+        return self._known.setdefault(called, len(self._known))
+
+    def _called(self, node: fx.Node) -> object:
+        target: Any = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            given = given_of(target, node.args, node.kwargs)
+            off = is_random(target) and not draws(target, node.args, node.kwargs)
+            unread = _NOT_READ | _OF_DROPOUT if off else _NOT_READ
+            return str(target), self._key({name: x for name, x in given.items() if name not in unread})
+        what = target.function if isinstance(target, OwnFunction) else target
+        return what, self._key(node.args), self._key(node.kwargs)
+
+    def _given(self, node: fx.Node) -> object:
+        """Return what a placeholder is: a tensor of the model, an input and its sizes, or a constant's values."""
+        traced, name = self._traced, node.name
+        for kind, names in (("parameter", traced.parameters), ("buffer", traced.buffers)):
+            if name in names:
+                return kind, names[name]
+        if name in traced.inputs:
+            found = node.meta["info"]
+            assert isinstance(found, TensorInfo)
+            return "input", traced.inputs[name], self._key(found.shape)
+        value = traced.constants[name]
+        return "constant", tuple(value.shape), str(value.dtype), _bytes(value)
+
+    def _key(self, value: object) -> object:
+        if isinstance(value, fx.Node):
+            return "value", self._of[value]
+        if isinstance(value, (tuple, list)):
+            return "list", *map(self._key, value)
+        if isinstance(value, Mapping):
+            return "named", *((name, self._key(value[name])) for name in sorted(value))
+        if isinstance(value, sympy.Basic):
+            value = plain(value.xreplace(self._names))
+        return type(value).__name__, str(value)
+
+
+def _within(value: object) -> set[fx.Node]:
+    if isinstance(value, fx.Node):
+        return {value}
+    return set().union(*map(_within, value)) if isinstance(value, (tuple, list)) else set()
+
+
+def _names(traced: Traced) -> dict[sympy.Symbol, sympy.Symbol]:
+    """Return a name for each size that two traces share: the input and the dim that it is read from."""
+    return {
+        size: BATCH if size == BATCH else sympy.Symbol(f"{name}.{dim}") for size, (name, dim) in traced.sizes.items()
+    }
+
+
+def _conditions(traced: Traced) -> list[tuple[str, str]]:
+    """Return the branches on sizes that a trace took, and the place of each."""
+    names = _names(traced)
+    return [(str(condition.relation.xreplace(names)), condition.where) for condition in traced.conditions]
+
+
+def _bytes(x: Tensor) -> object:
+    return None if x.is_meta else x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

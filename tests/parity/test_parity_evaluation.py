@@ -1,0 +1,355 @@
+"""`eval_step` gives the loss of the plain model in eval mode, or says where the model parts from what it trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.api import Parallel
+from autoptd.compile.evaluation import check_evaluates
+from autoptd.errors import InputsError
+from tests.parity.parity_check import MODELS, source
+from tests.parity.parity_models import DROPOUT, FEW_MESHES
+from tests.parity.updating_models import UPDATING
+
+WIDTH, CLASSES = 6, 4
+X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+Y = torch.arange(8) % CLASSES
+
+
+class Body(nn.Module):
+    """An MLP that returns its loss, in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, CLASSES)
+        self.double()
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x), y)
+
+
+class TrainedTerm(Body):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.logits(x)
+        loss = F.cross_entropy(out, y)
+        if self.training:
+            loss = loss + 0.01 * out.square().mean()
+        return loss
+
+
+class TermOfEvaluation(Body):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.logits(x)
+        loss = F.cross_entropy(out, y)
+        return loss if self.training else loss + out.square().mean()
+
+
+class TermWithGradients(Body):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.logits(x)
+        loss = F.cross_entropy(out, y)
+        if torch.is_grad_enabled():
+            loss = loss + 0.01 * out.square().mean()
+        return loss
+
+
+class ReadsRequiresGrad(Body):
+    def features(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return torch.tanh(x) if x.requires_grad else torch.sigmoid(x)
+
+
+class Temperature(Body):
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x) / (2.0 if self.training else 0.5)
+
+
+class Noise(Body):
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        if self.training:
+            x = x + 0.1 * torch.randn_like(x)
+        return x
+
+
+class OwnDropout(Body):
+    """Dropout by hand, which no program knows as such."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        if self.training:
+            x = x * (torch.rand_like(x) > 0.25) * 4 / 3
+        return x
+
+
+class AlwaysDrops(Body):
+    def features(self, x: Tensor) -> Tensor:
+        return F.dropout(super().features(x), 0.5)
+
+
+class OtherActivation(Body):
+    def features(self, x: Tensor) -> Tensor:
+        return F.rrelu(self.up(x), training=self.training)
+
+
+class OtherWeights(Body):
+    """A module whose `train` sets what forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def train(self, mode: bool = True) -> OtherWeights:
+        self.scale = 2.0 if mode else 3.0
+        return super().train(mode)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x) * self.scale
+
+
+class OtherInput(Body):
+    """The same ops on another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(WIDTH, 2 * WIDTH).double()
+
+    def features(self, x: Tensor) -> Tensor:
+        a, b = self.up(x), self.slow(x)
+        return torch.tanh(a) + torch.sigmoid(b if self.training else a)
+
+
+class OtherOrder(Body):
+    """Draws of the same kind, of which evaluation has one alone."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        first, second = torch.rand_like(x), torch.rand_like(x)
+        return x + first - (second if self.training else first)
+
+
+class OwnStatistics(Body):
+    """Running statistics by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2 * WIDTH).double())
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        mean = x.mean(0) if self.training else self.mean
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(mean, 0.1)
+        return x - mean
+
+
+class AlwaysOfBatch(Body):
+    """A batch norm that takes the statistics of the batch in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2 * WIDTH).double()
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        return F.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=True)
+
+
+class BranchOfSizes(Body):
+    """Another branch in large batches of evaluation alone."""
+
+    def features(self, x: Tensor) -> Tensor:
+        if not self.training and x.size(0) > 32:
+            return torch.sigmoid(self.up(x))
+        return super().features(x)
+
+
+class Logits(Noise):
+    """Noise in training alone; the loss is a function of what forward returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x)
+
+
+class PlainLogits(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x)
+
+
+def penalised(out: Tensor, y: Tensor) -> Tensor:
+    term = 0.01 * out.square().mean() if torch.is_grad_enabled() else 0.0
+    return F.cross_entropy(out, y) + term
+
+
+PARTED: dict[Callable[[], nn.Module], tuple[str, str]] = {  # model -> code named in the error of training, of eval mode
+    TrainedTerm: ("loss = loss + 0.01 * out.square().mean()", ""),
+    TermOfEvaluation: ("", "return loss if self.training else loss + out.square().mean()"),
+    TermWithGradients: ("loss = loss + 0.01 * out.square().mean()", ""),
+    ReadsRequiresGrad: ("torch.tanh(x) if x.requires_grad", "torch.tanh(x) if x.requires_grad"),
+    Temperature: ("/ (2.0 if self.training else 0.5)", "/ (2.0 if self.training else 0.5)"),
+    Noise: ("x = x + 0.1 * torch.randn_like(x)", ""),
+    OwnDropout: ("x * (torch.rand_like(x) > 0.25)", ""),
+    AlwaysDrops: ("", "F.dropout(super().features(x), 0.5)"),
+    OtherActivation: ("F.rrelu(", "F.rrelu("),
+    OtherWeights: ("super().logits(x) * self.scale", "super().logits(x) * self.scale"),
+    OtherInput: ("b = self.up(x), self.slow(x)", "b if self.training else a"),
+    OtherOrder: ("torch.rand_like(x), torch.rand_like(x)", ""),
+    OwnStatistics: ("mean = x.mean(0) if self.training", ""),
+    AlwaysOfBatch: ("F.batch_norm(", "F.batch_norm("),
+    BranchOfSizes: ("", "if not self.training and x.size(0) > 32"),
+}
+
+
+def running(model: nn.Module, **options: Any) -> Parallel:
+    given = {"inputs": {"x": X, "y": Y}, **options}
+    return autoptd.parallelize(model, world=1, batch=8, precision="fp64", **given)
+
+
+def plain(model: nn.Module, batch: Mapping[str, Any]) -> float:
+    """Return the loss of a copy of the model in eval mode."""
+    with torch.no_grad():
+        return float(copy.deepcopy(model).eval()(**batch))
+
+
+@pytest.mark.fault("another evaluation")
+@pytest.mark.parametrize("make", PARTED, ids=lambda make: make.__name__)
+def test_a_model_that_evaluates_otherwise_is_refused(make: Callable[[], nn.Module]) -> None:
+    training, evaluation = PARTED[make]
+    par = running(make())
+    for _ in range(2):  # each time
+        with pytest.raises(InputsError, match="in another way in eval mode than in training") as refused:
+            par.eval_step({"x": X, "y": Y})
+    places = dict(line.split(": ", 1) for line in refused.value.where.splitlines())
+    for when, code in (("in training", training), ("in eval mode", evaluation)):
+        assert code in places.get(when, "")
+        assert not code or "test_parity_evaluation.py:" in places[when]
+    assert "par.evaluate" in refused.value.fix
+    par.train_step({"x": X, "y": Y})  # goes on
+
+
+def test_a_loss_with_gradients_alone_is_refused() -> None:
+    par = running(PlainLogits(), inputs={"x": X}, loss=penalised, targets={"y": Y})
+    with pytest.raises(InputsError, match="in another way in eval mode") as refused:
+        par.eval_step({"x": X, "y": Y})
+    assert "term = 0.01 * out.square().mean() if torch.is_grad_enabled()" in refused.value.where
+
+
+def test_a_metric_is_that_of_eval_mode() -> None:
+    made = Logits()
+    par = running(made, inputs={"x": X}, loss=F.cross_entropy, targets=Y)
+
+    def each(out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return F.cross_entropy(out, batch["targets"], reduction="none")
+
+    with pytest.raises(InputsError, match="in another way in eval mode"):
+        par.eval_step({"x": X, "targets": Y})
+    found = float(par.evaluate([{"x": X, "targets": Y}], {"loss": each})["loss"])
+    with torch.no_grad():
+        assert abs(found - float(F.cross_entropy(copy.deepcopy(made).eval()(X), Y))) < 1e-12
+
+
+def test_modes_of_the_caller_do_not_matter() -> None:
+    """The modes are those of the plan, whatever the loop sets, and stay as they were."""
+    model = TrainedTerm()
+    par = running(model)
+    model.eval()
+    with pytest.raises(InputsError, match="in another way in eval mode"):
+        par.eval_step({"x": X, "y": Y})
+    assert not any(m.training for m in model.modules())
+    same = Body()
+    par = running(same)
+    same.eval()
+    assert abs(float(par.eval_step({"x": X, "y": Y})) - plain(same, {"x": X, "y": Y})) < 1e-12
+    assert not any(m.training for m in same.modules())
+
+
+def test_a_model_that_changed_is_not_compared() -> None:
+    model = OtherWeights()
+    par = running(model)
+    model.scale = 5.0
+    with pytest.raises(InputsError, match=r"scale of the model was 2\.0 when it was planned"):
+        par.eval_step({"x": X, "y": Y})
+
+
+class SameInBoth(Body):
+    """Branches of which both sides compute the same, and what the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(2 * WIDTH, momentum=None).double(), nn.AlphaDropout(0.3)
+        self.register_buffer("seen", torch.zeros(()).double())
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(2 * WIDTH, 2, 8, 0.2, batch_first=True).double(), 2
+        )
+        self.rows = nn.LSTM(2 * WIDTH, 2 * WIDTH, 2, batch_first=True, dropout=0.3).double()
+
+    def block(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * 2
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.norm(super().features(x))
+        if self.training:
+            with torch.no_grad():
+                self.seen.add_(1)
+            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+        else:
+            x = self.block(x)
+        x = self.encoder(self.drop(x)[:, None].expand(-1, 3, -1))
+        return self.rows(x)[0].mean(1)
+
+
+class DropsPath(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH).double() for _ in range(4))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        for layer in self.layers:
+            if self.training and torch.rand(()) < 0.3:
+                continue
+            y = layer(x)
+            if self.training:
+                y = y / 0.75 * torch.floor(0.75 + torch.rand(len(y), 1, dtype=y.dtype))
+            x = x + y
+        return x
+
+
+@pytest.mark.parametrize("make", [Body, SameInBoth, DropsPath], ids=lambda make: make.__name__)
+def test_what_is_the_same_is_evaluated(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    par = running(model)
+    batch = {"x": X, "y": Y}
+    assert abs(float(par.eval_step(batch)) - plain(model, batch)) < 1e-12
+    par.train_step(batch)
+    model.load_state_dict(par.state_dict())
+    assert abs(float(par.eval_step(batch)) - plain(model, batch)) < 1e-12
+
+
+OFTEN = [*MODELS, *DROPOUT, *FEW_MESHES, *UPDATING]
+ALWAYS_DROP = {"folded_dropout", "written_dropout"}  # models that drop in eval mode too
+POWER_METHOD = {"updating_spectral"}  # iterates in training alone
+
+
+@pytest.mark.parametrize("name", OFTEN)
+def test_everyday_models_are_evaluated(name: str) -> None:
+    """Models whose eval mode differs from training by dropout alone, or in nothing."""
+    wrong = name in ALWAYS_DROP | POWER_METHOD
+    with pytest.raises(InputsError, match="in another way in eval mode") if wrong else nullcontext():
+        check_evaluates(source(name))
