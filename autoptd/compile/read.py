@@ -138,7 +138,7 @@ def _read_model(
         traced_by = partial(
             trace,
             model,
-            examples,
+            inputs=examples,
             rows=rows,
             loss=objective,
             precision=precision,
@@ -159,7 +159,9 @@ def _read_model(
             sizes[SEQUENCE] = seq
 
         def again(samples: int) -> TracedModel:
-            return traced_with(with_samples(examples, rows, samples), rows, objective)
+            given = with_samples(examples, rows, samples)
+            found = traced_with(given, rows, objective)
+            return found if samples > 1 else found.for_one(lambda: (traced_by(), traced_by(inputs=given, single=True)))
 
         def evaluated(metrics: Objective) -> TracedModel:
             return traced_with(examples, rows, metrics)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import nn
 
-from autoptd.layout.size_conditions import all_hold
-from autoptd.passes.evaluation.difference import Difference
+from autoptd.errors import AutoptdError
+from autoptd.layout.size_conditions import SAMPLES, all_hold
+from autoptd.passes.evaluation.difference import Difference, differ_for_one
 from autoptd.passes.fold import Folded
 from autoptd.passes.trace.loss import Objective
-from autoptd.passes.trace.traced import SEQUENCE
+from autoptd.passes.trace.traced import SEQUENCE, Traced
 from autoptd.search.sharding.cache import ShardingCache
 
 
@@ -46,6 +48,19 @@ class TracedModel:
         if all_hold(self.folded.traced.conditions, samples):
             return self
         return self.again(samples)
+
+    def for_one(self, traces: Callable[[], tuple[Traced, Traced]]) -> TracedModel:
+        """Return the model for a step of one sample too, if its code computes the same there whatever branch it takes.
+
+        traces: for any number of samples, and for one alone.
+        """
+        traced = self.folded.traced
+        with suppress(AutoptdError):  # there is no trace for one sample
+            if not differ_for_one(*traces()):
+                conditions = tuple(c.or_for(1) if c.names == {SAMPLES} else c for c in traced.conditions)
+                folded = replace(self.folded, traced=replace(traced, conditions=conditions))
+                return replace(self, folded=folded, known=ShardingCache(folded))
+        return self
 
     @property
     def model(self) -> nn.Module:

@@ -9,7 +9,7 @@ A program runs microbatches, but its branches are those of one pass over the who
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
@@ -34,6 +34,11 @@ class SizeCondition:
     @property
     def names(self) -> set[str]:
         return {str(symbol) for symbol in self.relation.free_symbols}
+
+    def or_for(self, samples: int) -> SizeCondition:
+        """Return this condition on the samples of a step, or a step of so many."""
+        (symbol,) = self.relation.free_symbols
+        return replace(self, relation=sympy.Or(self.relation, sympy.Eq(symbol, samples)))
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Return whether it holds for these sizes; False where that cannot be worked out."""

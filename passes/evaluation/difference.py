@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
 from autoptd.passes.evaluation.switched_off import switch_off
-from autoptd.passes.graph import ancestors, op_name, output_of, plain, source_line
+from autoptd.passes.graph import ancestors, info, op_name, output_of, plain, source_line
 from autoptd.passes.normalise.annotate import annotate
 from autoptd.passes.normalise.drop import drop_identities
 from autoptd.passes.normalise.normalise import PREPARE, run_passes
@@ -32,6 +32,7 @@ from autoptd.passes.trace.traced import BATCH, Traced
 
 _BEGIN = PREPARE[: PREPARE.index(annotate) + 1]
 _SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"})  # return their operand
+_VIEWS = frozenset({"expand", "expand_as", "broadcast_to", "view", "view_as", "_unsafe_view", "reshape", "flatten"})
 _NOT_READ = frozenset({"momentum", "cudnn_enabled"})  # arguments that no result of a norm in eval mode depends on
 _OF_DROPOUT = frozenset({"dropout", "dropout_p", "train", "training"})  # of a recurrent net or attention, if it is off
 
@@ -60,15 +61,28 @@ def first_difference(training: Traced, evaluation: Traced) -> Difference | None:
     return Difference(step.first_without(model), model.first_without(step))
 
 
+def differ_for_one(traced: Traced, single: Traced) -> bool:
+    """Return whether a trace for any number of samples computes otherwise for one than a trace for one sample alone.
+
+    Changes both graphs. Raises UnsupportedOp.
+    """
+    known: dict[object, int] = {}
+    for each in (traced, single):
+        run_passes(each, [*_BEGIN, drop_identities])
+    found, wanted = (_Values(each, known, {BATCH: 1}) for each in (traced, single))
+    held = {text for text, _ in _conditions(traced)}
+    return found.result != wanted.result or any(text not in held for text, _ in _conditions(single))
+
+
 class _Values:
     """Numbers of a graph's values: equal values of two graphs, which share `known`, have the same number."""
 
-    def __init__(self, traced: Traced, known: dict[object, int]) -> None:
+    def __init__(self, traced: Traced, known: dict[object, int], at: Mapping[sympy.Symbol, int] | None = None) -> None:
         self._traced, self._known, self._draws = traced, known, dict[object, int]()
         self._of: dict[fx.Node, int] = {}
         loss = output_of(traced.graph.graph).args
         read = ancestors(n for n in output_of(traced.graph.graph).all_input_nodes if n in _within(loss))
-        self._names = _names(traced)
+        self._names: Mapping[sympy.Symbol, Any] = {**_names(traced), **(at or {})}
         for node in traced.graph.graph.nodes:
             if node in read:
                 self._of[node] = self._number(node)
@@ -83,13 +97,20 @@ class _Values:
     def _number(self, node: fx.Node) -> int:
         if node.op == "placeholder":
             return self._known.setdefault(self._given(node), len(self._known))
-        if op_name(node) in _SAME or isinstance(node.target, OwnHook):
+        if op_name(node) in _SAME or isinstance(node.target, OwnHook) or self._keeps_shape(node):
             return self._of[node.args[0]]  # type: ignore[index]
         called = self._called(node)
         if draws(node.target, node.args, node.kwargs):
             self._draws[called] = turn = self._draws.get(called, 0) + 1
             called = turn, called
         return self._known.setdefault(called, len(self._known))
+
+    def _keeps_shape(self, node: fx.Node) -> bool:
+        """Return whether a node is a view of all of its operand in the same shape, at the given sizes."""
+        source = node.args[0] if op_name(node) in _VIEWS else None
+        if not isinstance(source, fx.Node) or info(source).dtype != info(node).dtype:
+            return False
+        return self._key(info(source).shape) == self._key(info(node).shape)
 
     def _called(self, node: fx.Node) -> object:
         target: Any = node.target

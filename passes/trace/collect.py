@@ -92,7 +92,7 @@ def _name_symbols(
             hint = int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
             counts_samples = dim == 0 and node.name in counted
             expr = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
-            if expr.is_Integer and counts_samples:
+            if expr.is_Integer and counts_samples and batch > 1:
                 baked.append(inputs[node.name])
             if not isinstance(expr, sympy.Symbol):
                 tied += [inputs[node.name]] * (counts_samples and not expr.is_Integer)

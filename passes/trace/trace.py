@@ -75,6 +75,7 @@ def trace(
     samples: int = 0,
     rows: Rows | None = None,
     evaluating: bool = False,
+    single: bool = False,
 ) -> Traced:
     """Trace `model(**inputs)` to its scalar loss.
 
@@ -83,10 +84,12 @@ def trace(
     once and copied for every call, which gives the same graph in less time. `samples`: trace with so many samples, and
     record loops over them (`loops/sample_loops.py`); else done only if the model cannot be traced without. `rows`: what
     the inputs' dims are; default, the likeliest. `evaluating`: trace what it computes after `model.eval()`, under
-    `no_grad`.
+    `no_grad`. `single`: trace what it computes for a step of one sample; the number of samples is then no symbol.
     Raises InputsError (unsuitable inputs), UnsupportedOp (a size depends on data), TraceError (anything else).
     """
     traced = partial(_traced, model, inputs, loss, precision, averaging=averaging, rows=rows, evaluating=evaluating)
+    if single:
+        return traced(repeats, 0, count=1)
     if not samples:
         try:
             return traced(repeats, 0)
@@ -118,6 +121,7 @@ def _traced(
     rows: Rows | None,
     evaluating: bool,
     ints: bool = False,
+    count: int = 0,
 ) -> Traced:
     check_inputs(inputs)
     refuse_scripted(model)
@@ -126,7 +130,7 @@ def _traced(
     rows = rows or next(readings(inputs))
     apart = {n: rows[n].apart(x) for n, x in inputs.items()}
     # at least 2 samples: torch.export bakes in sizes of 1
-    count = samples or max(2, samples_in(inputs, rows))
+    count = count or samples or max(2, samples_in(inputs, rows))
     shapes = {n: x.shape if rows[n] == SHARED else (count, *x.shape[1:]) for n, x in apart.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     objective, _ = read_objective(loss, inputs)

@@ -252,6 +252,49 @@ def test_a_step_of_one_sample_takes_no_branch_for_several() -> None:
         par.eval_step({"x": batch(1)})
 
 
+def spread(y: Tensor) -> Tensor:
+    """A number for each token, which is given to every sample if there are several."""
+    at = torch.arange(y.size(1), dtype=y.dtype).view(1, -1, 1)
+    if y.size(0) != at.size(0):
+        at = at.expand(y.size(0), -1, -1)
+    return y * at
+
+
+def flat_alone(y: Tensor) -> Tensor:
+    """A view that one sample alone has, of the same numbers."""
+    return y.view(1, -1, 4) * 3 if y.size(0) == 1 else y * 3
+
+
+@pytest.mark.parametrize("branch", [spread, flat_alone])
+def test_a_step_of_one_sample_may_branch_if_it_computes_the_same(branch: Branch) -> None:
+    source = traced(branch, 2)
+    par = autoptd.parallelize(source, world=1, batch=1, cluster="dgx-h100", optimizer="sgd")
+    with torch.no_grad():
+        expected = float(source.model(batch(1)))
+    assert float(par.train_step({"x": batch(1)})) == pytest.approx(expected, rel=1e-12)
+    again = autoptd.parallelize(source, world=1, plan=par.plan, optimizer="sgd")
+    assert float(again.train_step({"x": batch(1)})) == pytest.approx(expected, rel=1e-12)
+
+
+def more_alone(y: Tensor) -> Tensor:
+    return y * (3 if y.size(0) == 1 else 2)
+
+
+def other_alone(y: Tensor) -> Tensor:
+    return y.flatten(1).unflatten(1, (4, -1)).mT if y.size(0) == 1 else y.flatten(1).unflatten(1, (-1, 4))
+
+
+def long_alone(y: Tensor) -> Tensor:
+    return y * (2 if y.size(0) == 1 and y.size(1) > 4 else 1)
+
+
+@pytest.mark.parametrize("branch", [several, more_alone, other_alone, long_alone])
+@pytest.mark.fault("a branch on the number of samples")
+def test_a_step_of_one_sample_that_computes_otherwise_is_refused(branch: Branch) -> None:
+    with pytest.raises(PlanError, match="depends on sizes: it was traced where b"):
+        autoptd.plan(traced(branch, 2), world=1, batch=1, cluster="dgx-h100")
+
+
 @pytest.mark.parametrize("number", [lambda b: max(b, 4), lambda b: min(b, 2), lambda b: 1 % b, lambda b: 1 // b + 1])
 def test_numbers_of_the_batch_s_size_are_not_those_of_a_microbatch(number: Callable[[int], int]) -> None:
     """Also those that differ for a microbatch of one sample only."""
