@@ -123,7 +123,7 @@ class OtherWeights(Body):
 
 
 class OtherInput(Body):
-    """The same ops on another parameter."""
+    """A block whose ops read another parameter in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
