@@ -243,6 +243,21 @@ def test_a_model_that_evaluates_otherwise_is_refused(make: Callable[[], nn.Modul
     par.train_step({"x": X, "y": Y})  # goes on
 
 
+class ReadsNumbers(Body):
+    def logits(self, x: Tensor) -> Tensor:
+        out = super().logits(x)
+        if not self.training:
+            out = out / float(out.abs().max())
+        return out
+
+
+def test_an_eval_mode_that_cannot_be_traced_is_refused() -> None:
+    par = running(ReadsNumbers())
+    with pytest.raises(InputsError, match="what the model computes in eval mode is unknown") as refused:
+        par.eval_step({"x": X, "y": Y})
+    assert "float(out.abs().max())" in refused.value.where
+
+
 def test_a_loss_with_gradients_alone_is_refused() -> None:
     par = running(PlainLogits(), inputs={"x": X}, loss=penalised, targets={"y": Y})
     with pytest.raises(InputsError, match="in another way in eval mode") as refused:
