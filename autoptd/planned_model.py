@@ -97,10 +97,10 @@ class PlannedModel:
 
     def check(self, *, modes: bool = True) -> None:
         """Raise InputsError naming the first thing that has changed; `modes`: be it train or eval mode."""
-        own = {id(vars(module)) for _, module, *_ in self._modules}
+        own = set() if modes else {id(vars(module)) for _, module, *_ in self._modules}
         for each in self._read:
             is_mode = each.key == "training" and id(each.holder) in own
-            if (modes or not is_mode) and each.differs():
+            if not is_mode and each.differs():
                 if isinstance(each.value, TensorValue):
                     raise _other(each.name, "has other values than", _OUTSIDE)
                 if isinstance(each.value, nn.Module):

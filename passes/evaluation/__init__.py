@@ -1,2 +1,2 @@
-"""What an evaluation step runs of a program that was traced in training, beside what the model computes in eval mode.
-Import `first_difference` from `difference`."""
+"""Comparison of a model in eval mode with the program of training as an evaluation step runs it. Import
+`first_difference` from `difference`."""

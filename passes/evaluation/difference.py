@@ -53,7 +53,7 @@ def first_difference(training: Traced, evaluation: Traced) -> Difference | None:
     run_passes(training, [*_BEGIN, switch_off, drop_identities])
     run_passes(evaluation, [*_BEGIN, drop_identities])
     known: dict[object, int] = {}
-    step, model = _Values(training, known), _Values(evaluation, known)
+    step, model = _ValueNumbers(training, known), _ValueNumbers(evaluation, known)
     if step.result == model.result:
         mine = {text for text, _ in _conditions(training)}
         other = next((where for text, where in _conditions(evaluation) if text not in mine), None)
@@ -69,12 +69,12 @@ def differ_for_one(traced: Traced, single: Traced) -> bool:
     known: dict[object, int] = {}
     for each in (traced, single):
         run_passes(each, [*_BEGIN, drop_identities])
-    found, wanted = (_Values(each, known, {BATCH: 1}) for each in (traced, single))
+    found, wanted = (_ValueNumbers(each, known, {BATCH: 1}) for each in (traced, single))
     held = {text for text, _ in _conditions(traced)}
     return found.result != wanted.result or any(text not in held for text, _ in _conditions(single))
 
 
-class _Values:
+class _ValueNumbers:
     """Numbers of a graph's values: equal values of two graphs, which share `known`, have the same number."""
 
     def __init__(self, traced: Traced, known: dict[object, int], at: Mapping[sympy.Symbol, int] | None = None) -> None:
@@ -88,7 +88,7 @@ class _Values:
                 self._of[node] = self._number(node)
         self.result = self._key(loss)
 
-    def first_without(self, other: _Values) -> str:
+    def first_without(self, other: _ValueNumbers) -> str:
         """Return the place of the first value that another graph does not compute; "" if there is none."""
         theirs = set(other._of.values())
         called = ((node, number) for node, number in self._of.items() if node.op == "call_function")

@@ -123,7 +123,7 @@ class OtherWeights(Body):
 
 
 class OtherInput(Body):
-    """The same ops on another parameter."""
+    """A block whose ops read another parameter in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +241,21 @@ def test_a_model_that_evaluates_otherwise_is_refused(make: Callable[[], nn.Modul
         assert not code or "test_parity_evaluation.py:" in places[when]
     assert "par.evaluate" in refused.value.fix
     par.train_step({"x": X, "y": Y})  # goes on
+
+
+class ReadsNumbers(Body):
+    def logits(self, x: Tensor) -> Tensor:
+        out = super().logits(x)
+        if not self.training:
+            out = out / float(out.abs().max())
+        return out
+
+
+def test_an_eval_mode_that_cannot_be_traced_is_refused() -> None:
+    par = running(ReadsNumbers())
+    with pytest.raises(InputsError, match="what the model computes in eval mode is unknown") as refused:
+        par.eval_step({"x": X, "y": Y})
+    assert "float(out.abs().max())" in refused.value.where
 
 
 def test_a_loss_with_gradients_alone_is_refused() -> None:
