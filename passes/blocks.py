@@ -10,8 +10,10 @@ A block owns the parameters that only it reads and whose names differ between eq
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from torch import fx
 
 from autoptd.passes.fold import Folded, RepeatedUnit, Segment, wired
 
@@ -47,8 +49,18 @@ def find_blocks(folded: Folded) -> Iterator[LayerBlock]:
             for length in lengths:
                 several = (*texts[first : first + length], names.relative(first, length))
                 text = several if len(lengths) > 1 else ()
-                yield LayerBlock(first, length, alike.setdefault(text, first), unit)
+                read = _repeated_reads(folded.segments[first : first + length])
+                yield LayerBlock(first, length, alike.setdefault((*text, read), first), unit)
                 first += length
+
+
+def _repeated_reads(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """Number the parameters and tensors of the prelude that segments read, each by its first occurrence.
+
+    Blocks of equal segments whose numbers differ take other arguments: one reads w twice, another one v and w.
+    """
+    numbers: dict[fx.Node, int] = {}
+    return tuple(numbers.setdefault(n, len(numbers)) for s in segments for n in (*s.parameters, *s.prelude))
 
 
 class _Names:

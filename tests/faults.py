@@ -21,6 +21,7 @@ PAGE = TESTS.parent / "docs" / "faults.md"
 FAULTS: dict[str, dict[str, str]] = {
     "layers": {
         "a skipped layer is updated": "momentum moves the parameters of a layer that is skipped at random in this step",
+        "layers that tie otherwise": "a layer that ties its weights in another way gets the first layer's ties",
         "another layer is skipped": "a layer that is skipped at random is computed, and one that is not is left out",
     },
     "loss": {
