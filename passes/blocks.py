@@ -10,8 +10,10 @@ A block owns the parameters that only it reads and whose names differ between eq
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from torch import fx
 
 from autoptd.passes.fold import Folded, RepeatedUnit, Segment, wired
 
@@ -47,8 +49,18 @@ def find_blocks(folded: Folded) -> Iterator[LayerBlock]:
             for length in lengths:
                 several = (*texts[first : first + length], names.relative(first, length))
                 text = several if len(lengths) > 1 else ()
-                yield LayerBlock(first, length, alike.setdefault(text, first), unit)
+                read = _repeated_reads(folded.segments[first : first + length])
+                yield LayerBlock(first, length, alike.setdefault((*text, read), first), unit)
                 first += length
+
+
+def _repeated_reads(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """Number the parameters and tensors of the prelude that segments read, each by its first occurrence.
+
+    Blocks of equal segments whose numbers differ take other arguments: one reads w twice, another one v and w.
+    """
+    numbers: dict[fx.Node, int] = {}
+    return tuple(numbers.setdefault(n, len(numbers)) for s in segments for n in (*s.parameters, *s.prelude))
 
 
 class _Names:
@@ -107,17 +119,25 @@ def owned_by_blocks(folded: Folded) -> tuple[dict[str, str], dict[int, str]]:
         equal.setdefault(block.like, []).append(block)
     for blocks in equal.values():
         named = [_relative(folded, block.segments(folded), readers) for block in blocks]
-        agree = len({tuple(relative.values()) for _, relative in named}) == 1 and len(blocks) > 1
+        # each place by its owned name, since one layer may own its first product and another one its second
+        places = {
+            tuple(relative.get(name) for name in _parameter_names(folded, block.segments(folded)))
+            for block, (_, relative) in zip(blocks, named, strict=True)
+        }
+        agree = len(places) == 1 and len(blocks) > 1
         for block, (prefix, relative) in zip(blocks, named, strict=True):
             prefixes[block.first] = prefix if agree else ""
             owned |= relative if agree else {}
     return owned, prefixes
 
 
+def _parameter_names(folded: Folded, segments: Sequence[Segment]) -> list[str]:
+    return [folded.traced.parameters[p.name] for s in segments for p in s.parameters]
+
+
 def _relative(folded: Folded, segments: tuple[Segment, ...], readers: Counter[str]) -> tuple[str, dict[str, str]]:
     """Return (prefix, original name -> name without it) for the parameters that no other segment reads."""
-    names = [folded.traced.parameters[p.name] for s in segments for p in s.parameters]
-    own = [n for n in dict.fromkeys(names) if readers[n] == 1]
+    own = [n for n in dict.fromkeys(_parameter_names(folded, segments)) if readers[n] == 1]
     if not own:
         return "", {}
     paths = [n.split(".") for n in own]

@@ -21,6 +21,7 @@ PAGE = TESTS.parent / "docs" / "faults.md"
 FAULTS: dict[str, dict[str, str]] = {
     "layers": {
         "a skipped layer is updated": "momentum moves the parameters of a layer that is skipped at random in this step",
+        "layers that tie otherwise": "a layer that ties its weights in another way gets the first layer's ties",
         "another layer is skipped": "a layer that is skipped at random is computed, and one that is not is left out",
     },
     "loss": {
@@ -147,6 +148,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "a group of others": "a rank makes a group that it is not in, a member does not, or they differ about members",
         "a group under two names": "members look for each other under different names, and wait for ever",
         "a slow start": "what a rank sets up grows with the world or the length of the pipeline",
+        "states of an optimizer in another type": "a resumed run casts the optimizer's states to the parameter's type",
         "another checkpoint on one rank": "ranks that see different folders go on from different checkpoints (refused)",
     },
     "pipeline": {

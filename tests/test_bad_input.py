@@ -180,6 +180,7 @@ def test_no_example_inputs_and_no_way_to_make_them():
         ({}, "no example inputs"),
         ({"x": None}, "input 'x' is NoneType"),
         ({"x": torch.tensor(1.0)}, "no input has a dim that counts samples"),
+        ({"x": torch.eye(8).to_sparse()}, "input 'x' has the layout torch.sparse_coo"),
     ],
 )
 def test_inputs_that_are_none(inputs: Any, said: str):

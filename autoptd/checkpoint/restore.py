@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autoptd.checkpoint import contents, dcp, folder
 from autoptd.checkpoint.entries import COUNTS, MOMENTS, NUMBERS, Entry, model_entries, optimizer_entry
@@ -220,7 +221,10 @@ def _report(where: Path, entries: Collection[Entry], manifest: Mapping[str, Any]
 
 
 def _empty_states(trainer: Trainer, known: Index) -> dict[int, dict[str, Entry]]:
-    """Return zeros for the saved state of each parameter that is updated here, by its index and the state's key."""
+    """Return zeros for the saved state of each parameter that is updated here, by its index and the state's key.
+
+    Moments of the saved parameter's type follow the parameter, which may be wider here; all else keeps its own type.
+    """
     saved: dict[str, list[tuple[str, str]]] = {}
     for key in known:
         kind, _, rest = key.partition(".")
@@ -231,14 +235,15 @@ def _empty_states(trainer: Trainer, known: Index) -> dict[int, dict[str, Entry]]
     for i, updated in enumerate(trainer.update.updated):
         for kind, leaf in saved.get(updated.name, ()):
             held, like = known[f"{kind}.{updated.name}.{leaf}"], updated.param.detach()
+            dtype = like.dtype if held.dtype == known[f"model.{updated.name}"].dtype else held.dtype
             if kind == NUMBERS:
                 empty: Any = torch.zeros((), dtype=held.dtype).item()
             elif kind == COUNTS:
                 empty = torch.zeros((), dtype=held.dtype)
             elif updated.piece is None:
-                empty = torch.zeros(held.shape, dtype=held.dtype, device=like.device)
+                empty = torch.zeros(held.shape, dtype=dtype, device=like.device)
             else:
-                empty = torch.zeros_like(like)
+                empty = torch.zeros_like(like, dtype=dtype)
             found.setdefault(i, {})[leaf] = optimizer_entry(trainer, updated, leaf, empty)
     return found
 
@@ -249,7 +254,10 @@ def _fill_optimizer(
     made: Mapping[int, Mapping[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Load state and options with the optimizer's own `load_state_dict`, which puts each value on its device."""
+    """Load state and options with the optimizer's own `load_state_dict`, which puts each value on its device.
+
+    It also casts them to the parameter's type, so those of another one are put back: training goes on bit for bit.
+    """
     optimizer = trainer.optimizer
     state = optimizer.state_dict()
     numbers = {
@@ -266,6 +274,12 @@ def _fill_optimizer(
         {**saved, "params": own["params"]} for saved, own in zip(groups, state["param_groups"], strict=True)
     ]
     optimizer.load_state_dict(state)
+    for i in states:
+        param = trainer.update.updated[i].param
+        loaded = optimizer.state[param]
+        for leaf, value in state["state"][numbers[id(param)]].items():
+            if type(value) is Tensor and leaf in loaded and loaded[leaf].dtype != value.dtype:
+                loaded[leaf] = value.to(loaded[leaf].device)
 
 
 def _value(entry: Entry, updated: Updated) -> Any:

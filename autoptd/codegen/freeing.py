@@ -95,7 +95,8 @@ def held_too_long(
         parts.append(measure.part(layout, sharding, piece, bool(piece.block)))
         alike[key] = piece, parts[-1]
     before = _unread(layout, sharding, pieces, list(prelude))
-    return _HeldTensors(parts, measure, {tensor_name(n) for n in results}, before).found()
+    named = {n.name: tensor_name(n) for piece in pieces for n in piece.receives}
+    return _HeldTensors(parts, measure, {tensor_name(n) for n in results}, before, named).found()
 
 
 def _unread(
@@ -158,6 +159,7 @@ class _HeldTensors:
     measure: _Measure
     results: Collection[str]
     before: Mapping[Key, tuple[str, int]]  # tensors made before, that no part reads: their storages and bytes
+    named: Mapping[str, str]  # a tensor as its readers call it -> as the part that makes it does: an op's second output
     alias: dict[str, str] = field(default_factory=dict)  # a tensor that an earlier part sends -> its storage
 
     def found(self) -> dict[Key, str]:
@@ -187,6 +189,7 @@ class _HeldTensors:
         return {key: name for key, name in keys.items() if name in freed}
 
     def _storage(self, name: str) -> str:
+        name = self.named.get(name, name)
         return self.alias.get(name, name)
 
     def _add(self, values: Iterable[Value], own: dict[str, int], keys: dict[Key, str]) -> None:

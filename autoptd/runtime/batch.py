@@ -205,6 +205,8 @@ def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str], shared: Collect
         raise InputsError(f"{wrong} must be tensors whose dim 0 counts samples", fix="give a batch of tensors")
     if empty := [name for name in inputs if batch[name].is_meta]:
         raise InputsError(f"{empty} are on the meta device, without values", fix="give tensors that hold data")
+    if sparse := [name for name in inputs if batch[name].layout != torch.strided]:
+        raise InputsError(f"{sparse} have the layout {batch[sparse[0]].layout}", fix=f"give {sparse[0]}.to_dense()")
     sizes = {name: batch[name].shape[0] for name in counted}
     if len(set(sizes.values())) > 1:
         raise InputsError(

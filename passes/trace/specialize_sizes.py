@@ -214,5 +214,8 @@ def check_inputs(inputs: Mapping[str, Tensor]) -> None:
             raise InputsError(
                 f"input {name!r} is a nested tensor of samples of several lengths", where=name, fix=PADDED
             )
+        if x.layout != torch.strided:
+            what = f"input {name!r} has the layout {x.layout}, and the samples of a step are cut as dense rows"
+            raise InputsError(what, where=name, fix=f"give {name}.to_dense()")
     if all(x.ndim == 0 for x in inputs.values()):
         raise InputsError("no input has a dim that counts samples", fix="give the inputs a leading batch dim")

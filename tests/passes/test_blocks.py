@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import autoptd
 from autoptd.passes import blocks
 from autoptd.passes.blocks import find_blocks, owned_by_blocks
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
-from tests.passes.test_fold import Block, Stack, folded
+from tests.passes.test_fold import WIDTH, Block, Stack, folded
 
-WIDE = 24  # of the MLP in layers of the other sort
+WIDE = 3 * WIDTH  # of the MLP in layers of the other sort
 
 
 def period(*widths: int, times: int = 2) -> Stack:
@@ -50,11 +53,11 @@ def test_blocks_cover_the_units() -> None:
     assert covered == list(range(len(found.segments)))
 
 
-def differs(model: Stack, recompute: str) -> dict[str, float]:
+def differs(model: Stack, recompute: str, pp: int = 2) -> dict[str, float]:
     rng = torch.Generator().manual_seed(1)
     batches = [{"x": torch.randn(4, 5, 4, generator=rng, dtype=torch.float64)} for _ in range(2)]
     source = autoptd.trace(model, inputs=batches[0], precision="fp64")
-    fix = {"tp": 2, "pp": 2, "dp": 1, "micro": 2, "recompute": recompute}
+    fix = {"tp": 2, "pp": pp, "dp": 2 // pp, "micro": 2, "recompute": recompute}
     asked = {"world": 4, "cluster": "local", "batch": 4, "precision": "fp64", "optimizer": "sgd"}
     made = autoptd.parallelize(source, fix=fix, optimizer_options={"lr": 0.1}, **asked)
     ours = train_in_lockstep(made, batches)
@@ -65,6 +68,68 @@ def differs(model: Stack, recompute: str) -> dict[str, float]:
 @pytest.mark.parametrize("recompute", ["none", "full", "ops"])
 def test_layers_of_several_sorts_train_as_one_process(recompute: str) -> None:
     assert differs(period(16, 16, WIDE, times=3), recompute) == {}
+
+
+class Tied(nn.Module):
+    """A layer of three products, of which the last has the weight of the first, or that of the second."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c = self.b if number % 2 else self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x).tanh()
+        x = x * self.b(x).sigmoid()
+        return x + F.gelu(self.c(x))
+
+
+def tied() -> Stack:
+    return Stack([Tied(number) for number in range(4)])
+
+
+class Pair(nn.Module):
+    """A layer of two products."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self.products = nn.ModuleList([up, down])
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.products
+        x = x + up(x).tanh()
+        return x * down(x).sigmoid()
+
+
+def swapped() -> Stack:
+    """Return layers that share one product, and own the second of theirs and the first in turn."""
+    shared, *owned = (nn.Linear(WIDTH, WIDTH) for _ in range(6))
+    return Stack([Pair(*((own, shared) if k % 2 else (shared, own))) for k, own in enumerate(owned)])
+
+
+class Decayed(Block):
+    """A layer that adds the squares of the first layer's parameters, which are its own in the first layer alone."""
+
+    def __init__(self, first: list[nn.Module]) -> None:
+        super().__init__()
+        first.append(self)
+        self.decayed = first[:1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.square().sum() for p in self.decayed[0].parameters())
+
+
+def decayed() -> Stack:
+    first: list[nn.Module] = []
+    return Stack([Decayed(first) for _ in range(4)])
+
+
+@pytest.mark.fault("layers that tie otherwise")
+@pytest.mark.parametrize(("recompute", "pp"), [("none", 1), ("none", 2), ("full", 2)])
+@pytest.mark.parametrize("made", [tied, decayed, swapped], ids=lambda made: made.__name__)
+def test_layers_that_tie_other_weights_are_no_equal_blocks(made: Callable[[], Stack], recompute: str, pp: int) -> None:
+    torch.manual_seed(0)
+    assert differs(made().double(), recompute, pp) == {}
 
 
 def test_a_block_of_another_sort_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +143,16 @@ def test_a_block_of_another_sort_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(written, "find_blocks", confused)
     assert differs(model, "none") != {}
+
+
+class Sorted(Block):
+    """A layer that ends with one of two results of an op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sort(-1).values
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_that_end_with_one_of_several_results(recompute: str) -> None:
+    torch.manual_seed(0)
+    assert differs(Stack([Sorted() for _ in range(5)]).double(), recompute, 1) == {}

@@ -115,6 +115,7 @@ SPOILT: list[tuple[Callable[[Batch], Any], str]] = [
     (lambda b: {"idx": b["idx"]}, "lacks ['targets']"),
     (lambda b: b | {"mask": b["idx"]}, "has ['mask'] which the plan does not know"),
     (lambda b: b | {"targets": b["targets"].tolist()}, "['targets'] must be tensors"),
+    (lambda b: b | {"targets": b["targets"].to_sparse()}, "['targets'] have the layout torch.sparse_coo"),
     (each(lambda x: x.to("meta")), "['idx', 'targets'] are on the meta device"),
 ]
 
