@@ -167,6 +167,12 @@ def _tensors(planned: Any, x: Any, path: str) -> Iterator[tuple[str, Any]]:
             where=path,
             fix="give the structure of the example inputs",
         )
+    if list(parts) != list(wanted):
+        raise InputsError(
+            f"{path} has its keys in another order than in the example inputs, which forward may go over",
+            where=path,
+            fix=f"give them as {', '.join(map(repr, wanted))}",
+        )
     for key, value in wanted.items():
         yield from _tensors(value, parts[key], f"{path}.{key}")
 

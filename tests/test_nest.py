@@ -73,6 +73,13 @@ def test_another_structure_than_planned(other: Any) -> None:
         Nest.of({"held": {"a": A, "b": B}}).flat({"held": other})
 
 
+def test_another_order_of_keys_than_planned() -> None:
+    nest = Nest.of({"held": {"a": A, "b": [B, {"c": A, "d": B}]}})
+    with pytest.raises(InputsError, match="another order than in the example inputs") as caught:
+        nest.flat({"held": {"a": A, "b": [B, {"d": B, "c": A}]}})
+    assert (caught.value.where, caught.value.fix) == ("held.b.1", "give them as 'c', 'd'")
+
+
 def test_values_that_are_no_data() -> None:
     with pytest.raises(InputsError, match=r"input 'held.b' is ndarray") as caught:
         Nest.of({"held": {"a": A, "b": np.zeros(3)}})
