@@ -31,6 +31,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "another evaluation": "an evaluation step runs what training computes, where eval mode takes another branch",
         "a changed model": "what a training loop changes of a model stays as planned (refused), or is saved as it was",
         "a step without gradients": "a step under the caller's no_grad or inference mode moves no parameter",
+        "zeros for no gradient": "a stage gets zeros for a tensor that later ones read detached: AdamW decays for them",
         "turns without rows": "a turn of a loop that a model leaves out where a mask selects no rows changes a value",
         "mean of means": "each microbatch averages over its own valid tokens, and these averages are averaged",
         "ratio by samples": "a loss normalised by class weights or a ratio is weighted by numbers of samples",

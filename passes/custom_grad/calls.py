@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import fx
 
+from autoptd.passes.custom_grad.ops import OwnFunction
 from autoptd.passes.custom_grad.trace_calls import CALL, HOOK, OwnCalls
 from autoptd.passes.graph import is_getitem
+
+aten = torch.ops.aten
 
 
 def write_own_calls(graph: fx.Graph, calls: OwnCalls) -> None:
@@ -37,11 +42,27 @@ def _put_after(graph: fx.Graph, x: fx.Node, mark: fx.Node, target: object) -> No
     x.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made and user.target is not HOOK)
 
 
+def _detached(graph: fx.Graph, node: fx.Node, given: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the tensors of a call, detached where its backward pass returns None instead of a gradient.
+
+    autograd hands a None on, and the next function written in Python makes zeros of it: a gradient where there is none.
+    """
+    assert isinstance(node.target, OwnFunction)
+    for x, reached in zip(given, node.target.reached, strict=True):
+        if reached:
+            yield x
+            continue
+        with graph.inserting_before(node):
+            made = graph.call_function(aten.detach.default, (x,))
+        made.meta = dict(node.meta) | {"val": x.meta["val"]}
+        yield made
+
+
 def _write(graph: fx.Graph, node: fx.Node, calls: OwnCalls) -> None:
     key, given, sizes = node.args
     call = calls.calls[key]  # type: ignore[index]
     node.target = call.target
-    node.args, node.kwargs = call.filled(given, sizes)  # type: ignore[arg-type]
+    node.args, node.kwargs = call.filled([*_detached(graph, node, given)], sizes)  # type: ignore[arg-type]
     if call.several:
         return
     (value,) = node.meta["val"]

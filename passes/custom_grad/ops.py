@@ -29,6 +29,7 @@ class OwnFunction:
     name: str  # unique name in emitted programs
     differentiable: tuple[bool, ...]  # per output: whether a gradient can flow to it
     view: bool = False  # whether its result is a view of its first tensor
+    reached: tuple[bool, ...] = ()  # per tensor that it is given: whether its backward pass returns a gradient of it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)

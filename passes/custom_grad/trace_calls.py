@@ -284,7 +284,7 @@ def _apply(calls: OwnCalls, cls: Any, args: tuple[Any, ...], kwargs: dict[str, A
     with disable_proxy_modes_tracing(), calls.trial():
         trial = FunctionTrial(run, reading.given)
     flows = tuple(y.requires_grad or not torch.is_grad_enabled() for y in trial.outputs)
-    target = OwnFunction(cls, bare.target.name, flows, trial.view)
+    target = OwnFunction(cls, bare.target.name, flows, trial.view, trial.reached)
     several = not isinstance(trial.result, Tensor)
     key = calls.key(OwnCall(target, positional, named, several))
     sizes = [_proxy_of_size(tracer, n) for n in reading.sizes]

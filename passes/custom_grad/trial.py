@@ -81,7 +81,7 @@ class FunctionTrial:
                 fix="use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k)",
             )
         self.view = self._check_aliases(copies)
-        self._differentiate(leaves, watch)
+        self.reached = self._differentiate(leaves, watch)
 
     def _check_aliases(self, copies: Sequence[Tensor]) -> bool:
         """Return whether the result is a view of the first tensor. Raises UnsupportedOp for any other aliasing."""
@@ -95,14 +95,17 @@ class FunctionTrial:
             fix="return copies: x.clone(); only a single result may be a view, of the first tensor",
         )
 
-    def _differentiate(self, leaves: Sequence[Tensor], watch: _Watch) -> None:
+    def _differentiate(self, leaves: Sequence[Tensor], watch: _Watch) -> tuple[bool, ...]:
+        """Return whether each tensor may get a gradient: the backward pass returns None for the others."""
         wanted = [x for x in leaves if x.requires_grad]
         roots = [y for y in self.outputs if y.requires_grad]
         if wanted and roots:
             incoming = [torch.empty_like(y) for y in roots]
             watch.add(incoming)
             with watch:
-                torch.autograd.grad(roots, wanted, incoming, allow_unused=True)
+                found = iter(torch.autograd.grad(roots, wanted, incoming, allow_unused=True))
+            return tuple(not x.requires_grad or next(found) is not None for x in leaves)
+        return (True,) * len(leaves)
 
 
 def _outputs(result: Any) -> list[Tensor]:

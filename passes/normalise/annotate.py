@@ -9,6 +9,7 @@ from torch import fx
 
 from autoptd.passes.custom_grad.ops import OwnFunction
 from autoptd.passes.graph import infos, is_float, is_getitem, op_name, operands
+from autoptd.passes.losses.loss_form import loss_node
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.random.distributions import DISTRIBUTIONS, OF_OPERAND
 from autoptd.passes.trace.traced import Traced
@@ -27,6 +28,26 @@ def annotate(graph: fx.Graph, traced: Traced) -> None:
         node.meta["info"] = _with_grad(node.meta["shapes"], grad)
         if isinstance(node.target, OwnFunction):
             node.meta["info"] = _where_differentiable(node.meta["info"], node.target.differentiable)
+
+
+def forget_unreached(graph: fx.Graph, traced: Traced) -> None:
+    """Take the gradient from what the loss is computed from by detached tensors alone: none flows back to it.
+
+    Parameters that are read before such a tensor have no gradient in one process. A stage that sends it must not be
+    sent zeros for it, which would be one.
+    """
+    loss = loss_node(graph)
+    reached = {loss} if any(t.requires_grad for t in infos(loss)) else set(graph.nodes)  # metrics have none
+    for node in reversed(graph.nodes):
+        if any(user in reached and user.op != "output" and _has_gradient(user) for user in node.users):
+            reached.add(node)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in reached:
+            node.meta["info"] = _with_grad(node.meta["info"], False)
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return any(t.requires_grad for t in infos(node))
 
 
 def _draws_alone(node: fx.Node) -> bool:

@@ -66,9 +66,10 @@ class BucketState:
             self._memory.free()
 
     def take(self, name: str, parameter: Tensor) -> None:
-        """Add the gradient that a parameter has got. The first overwrites."""
+        """Add the gradient that a parameter has got, if it has. The first overwrites."""
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # torch announces one where a user's backward pass has returned none
+            return
         if name not in self.unwritten:
             if self.buffer.in_place:
                 assert gradient is self.views[name], f"{name}.grad was replaced between two backward passes"

@@ -1,0 +1,100 @@
+"""Parameters of which the loss reads detached tensors alone, or through functions that return None for a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoptd
+from autoptd.passes.normalise import annotate
+from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+
+WIDTH, OPTIONS = 8, {"lr": 0.01, "weight_decay": 0.3}
+
+
+class Watched(nn.Module):
+    """Layers of two streams; what the second one makes is read detached by the layers of the first."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.watchers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        seen = x
+        for layer, watcher in zip(self.layers, self.watchers, strict=True):
+            x = x + torch.tanh(layer(x)) + 0.1 * seen.detach()
+            seen = torch.tanh(watcher(x + seen))
+        return F.cross_entropy(self.head(x), labels)
+
+
+class Withholding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor) -> Tensor:
+        return x + 0.1 * seen
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Withheld(Watched):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        seen = x
+        for layer, watcher in zip(self.layers, self.watchers, strict=True):
+            x = Withholding.apply(x + torch.tanh(layer(x)), seen)
+            seen = torch.tanh(watcher(x.detach() + seen))
+        return F.cross_entropy(self.head(x), labels)
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, WIDTH, dtype=torch.float64, generator=rng)
+    return {"x": x, "labels": torch.randint(0, WIDTH, (8,), generator=rng)}
+
+
+def worst(kind: type[Watched], fix: dict[str, Any]) -> float:
+    """Return the largest relative error of gradients and parameters of two steps."""
+    torch.manual_seed(0)
+    model, steps = kind().double(), [batch(0), batch(1)]
+    part = autoptd.parallelize(
+        model,
+        world=4,
+        inputs=steps[0],
+        batch=8,
+        cluster="dgx-h100",
+        precision="fp64",
+        optimizer="adamw",
+        optimizer_options=OPTIONS,
+        fix={"cp": 1, **fix},
+    )
+    found = train_in_lockstep(part, steps)
+    wanted = train_alone(model, steps, optimizer="adamw", optimizer_options=OPTIONS)
+    assert not any(name.startswith("watchers") for name in wanted.gradients)
+    return max({**differences(found.gradients, wanted.gradients), **differences(found.state, wanted.state)}.values())
+
+
+@pytest.mark.parametrize("kind", [Watched, Withheld])
+@pytest.mark.parametrize(
+    "fix",
+    [
+        {"dp": 1, "tp": 1, "pp": 4, "micro": 2},
+        {"dp": 2, "tp": 1, "pp": 2, "micro": 1, "schedule": "zero-bubble", "zero": 1},
+        {"dp": 1, "tp": 2, "pp": 2, "micro": 4, "recompute": "full"},
+        {"dp": 2, "tp": 2, "pp": 1, "micro": 2, "zero": 3},
+    ],
+    ids=str,
+)
+def test_no_gradient_reaches_them(kind: type[Watched], fix: dict[str, Any]) -> None:
+    assert worst(kind, fix) < 1e-10
+
+
+@pytest.mark.fault("zeros for no gradient")
+def test_zeros_from_the_next_stage_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotate, "_has_gradient", lambda node: True)
+    assert worst(Watched, {"dp": 2, "tp": 1, "pp": 2, "micro": 2}) > 1e-10
