@@ -10,7 +10,7 @@ counted as sums for buffers are: by microbatch, and added up over the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -65,10 +65,11 @@ def parameters_of_turns(
     always = _trained(without_rows(program, sizes, set()))
     trained, rows = _trained(program), _rows_that_read(program.graph, sizes)
     found: dict[str, Symbols] = {}
+    taken_in = [(_taken(turns, without), read) for without, read in trained_without.items()]
     for target, node in _parameters(program):
         if target in always or target not in trained:
             continue
-        states = [(_taken(rows[node], turns, without), target in read) for without, read in trained_without.items()]
+        states = [(_any(taken[row] for row in rows[node]), target in read) for taken, read in taken_in]
         if any(taken is False and reads for taken, reads in states):
             continue  # what reads it gives no rows a gradient of zero
         if not rows[node] or any(taken is True and not reads for taken, reads in states):
@@ -82,13 +83,20 @@ def parameters_of_turns(
     return found
 
 
-def _taken(rows: Symbols, turns: RowTurns, without: Collection[Key]) -> bool | None:
-    """Return whether a trace without some turns takes one of those on these rows; None: some of equal rows."""
-    keys = {row: [key for key, of in turns.rows.items() if row in of] for row in rows}
-    out = {row: [any(key[: len(k)] == k for k in without) for key in of] for row, of in keys.items()}
-    if any(not any(each) for each in out.values()):
-        return True
-    return False if all(map(all, out.values())) else None
+def _taken(turns: RowTurns, without: frozenset[Key]) -> dict[sympy.Symbol, bool | None]:
+    """Return whether a trace without some turns takes those on each number of rows; None: some of them."""
+    found: dict[sympy.Symbol, set[bool]] = {}
+    for key, rows in turns.rows.items():
+        is_out = any(key[:n] in without for n in range(1, len(key) + 1))
+        for row in rows:
+            found.setdefault(row, set()).add(not is_out)
+    return {row: states.pop() if len(states) == 1 else None for row, states in found.items()}
+
+
+def _any(states: Iterable[bool | None]) -> bool | None:
+    """Return whether any is true, where None is unknown."""
+    some = set(states)
+    return True if True in some else None if None in some else False
 
 
 def count_rows(program: ExportedProgram, found: Mapping[str, Symbols]) -> dict[str, tuple[int, ...]]:

@@ -83,7 +83,13 @@ def rewrite_updates(graph: fx.Graph, traced: Traced) -> None:
     subject = "forward updates a buffer by"
     shares = Shares(graph, traced, states.found)
     outer = OuterFunction(graph, traced, states.found, shares, subject, SUM, _FIX)
-    for count in counts:  # the first of all sums, as their places say
+    for count, (mask, _) in zip(counts, masks, strict=True):  # the first of all sums, as their places say
+        if states.found[count] not in (Over.ADDED, Over.SAME):
+            raise UnsupportedOp(
+                "a branch depends on whether a mask selects any rows, and the mask on sums over the batch",
+                where=source_line(mask),
+                fix="compute the same without the branch: no rows add nothing, by index_add or x[mask] = rows",
+            )
         outer.take(count)
     new = outer.write(list(values.values()))
     moved = {name: outer.new[value] for name, value in values.items()}

@@ -88,16 +88,8 @@ class OuterFunction:
 
     def take(self, node: fx.Node) -> None:
         """Read a sum over samples, or a value that is the same for all."""
-        if self.states[node] is Over.ADDED:
-            self._take(node, self._cast(self._wide(node)))
-        elif self.states[node] is Over.SAME:
-            self._take(node, self._shared(node))
-        else:
-            raise UnsupportedOp(
-                f"{self.subject} a function of what {op_name(node)} gives, which is no sum over the batch",
-                where=source_line(node),
-                fix=self.fix,
-            )
+        whole = self.states[node] is not Over.ADDED
+        self._take(node, self._shared(node) if whole else self._cast(self._wide(node)))
 
     def _take(self, node: fx.Node, partial: fx.Node) -> None:
         shape = info(partial).shape
