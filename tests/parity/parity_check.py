@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 MESHES = [Mesh(8 // tp // pp, tp, pp) for pp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if tp * pp <= 8]
 assert len(MESHES) == 10
+
+
+def trained_apart(
+    model: nn.Module, steps: Sequence[Mapping[str, Tensor]], options: Mapping[str, Any], fix: Mapping[str, Any]
+) -> tuple[float, Trained]:
+    """Train by AdamW under a plan and in one process: the largest relative error, and what the process had.
+
+    The error is of gradients, parameters and losses; one that has a gradient where the other has none is infinite.
+    """
+    part = autoptd.parallelize(
+        model,
+        world=fix["dp"] * fix["tp"] * fix["pp"],
+        inputs=steps[0],
+        batch=8,
+        cluster="dgx-h100",
+        precision="fp64",
+        optimizer="adamw",
+        optimizer_options=dict(options),
+        fix={"cp": 1, **fix},
+    )
+    found = train_in_lockstep(part, steps)
+    wanted = train_alone(model, steps, optimizer="adamw", optimizer_options=dict(options))
+    assert not found.diverged
+    errors = {**differences(found.gradients, wanted.gradients), **differences(found.state, wanted.state)}
+    losses = (abs(a / b - 1) for a, b in zip(found.losses, wanted.losses, strict=True))
+    return max(*errors.values(), *losses), wanted
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import autoptd
 from autoptd.passes.normalise import annotate
-from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.parity.parity_check import trained_apart
 
 WIDTH, OPTIONS = 8, {"lr": 0.01, "weight_decay": 0.3}
 
@@ -59,24 +58,11 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 
 def worst(kind: type[Watched], fix: dict[str, Any]) -> float:
-    """Return the largest relative error of gradients and parameters of two steps."""
+    """Return the largest relative error of two steps."""
     torch.manual_seed(0)
-    model, steps = kind().double(), [batch(0), batch(1)]
-    part = autoptd.parallelize(
-        model,
-        world=4,
-        inputs=steps[0],
-        batch=8,
-        cluster="dgx-h100",
-        precision="fp64",
-        optimizer="adamw",
-        optimizer_options=OPTIONS,
-        fix={"cp": 1, **fix},
-    )
-    found = train_in_lockstep(part, steps)
-    wanted = train_alone(model, steps, optimizer="adamw", optimizer_options=OPTIONS)
+    error, wanted = trained_apart(kind().double(), [batch(0), batch(1)], OPTIONS, fix)
     assert not any(name.startswith("watchers") for name in wanted.gradients)
-    return max({**differences(found.gradients, wanted.gradients), **differences(found.state, wanted.state)}.values())
+    return error
 
 
 @pytest.mark.parametrize("kind", [Watched, Withheld])

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoptd
-from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from autoptd.testing.parity import train_in_lockstep
+from tests.parity.parity_check import trained_apart
 
 WIDTH, WORDS, EXPERTS, OPTIONS = 16, 32, 4, {"lr": 0.01, "weight_decay": 0.3}
 Body = Callable[["Chooser", Tensor, Tensor], Tensor]
@@ -145,23 +146,8 @@ def test_parameters_without_rows_are_not_updated(model: Chooser, fix: dict[str, 
     torch.manual_seed(0)
     for name, parameter in model.double().named_parameters():
         nn.init.normal_(parameter, std=0.3 * (name != "gate"))
-    steps, world = batches(), fix["dp"] * fix["tp"] * fix["pp"]
-    part = autoptd.parallelize(
-        model,
-        world=world,
-        inputs=steps[0],
-        batch=8,
-        cluster="dgx-h100",
-        precision="fp64",
-        optimizer="adamw",
-        optimizer_options=OPTIONS,
-        fix={"cp": 1, **fix},
-    )
-    found = train_in_lockstep(part, steps)
-    wanted = train_alone(model, steps, optimizer="adamw", optimizer_options=OPTIONS)
-    errors = {**differences(found.gradients, wanted.gradients), **differences(found.state, wanted.state)}
-    assert max(errors.values()) < 1e-10 and not found.diverged
-    assert max(abs(a / b - 1) for a, b in zip(found.losses, wanted.losses, strict=True)) < 1e-10
+    error, _ = trained_apart(model, batches(), OPTIONS, fix)
+    assert error < 1e-10
 
 
 def test_a_step_reports_no_gradient_of_parameters_without_rows() -> None:
