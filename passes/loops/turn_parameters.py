@@ -23,8 +23,8 @@ from torch.export.graph_signature import InputKind
 from autoptd.errors import TraceError, UnsupportedOp
 from autoptd.passes.graph import COUNTED, output_of, source_line, updated_values
 from autoptd.passes.loops.empty_masks import Key, RowTurns, prove_turns
-from autoptd.passes.loops.without_rows import masks_without, operand_left, sizes_of, sizes_of_masks, without_rows
-from autoptd.passes.rewrites.row_selections import INDICES
+from autoptd.passes.loops.without_rows import masks_without, operand_left, sizes_of_masks, without_rows
+from autoptd.passes.rewrites.row_selections import INDICES, symbols_of
 
 aten = torch.ops.aten
 Symbols = frozenset[sympy.Symbol]
@@ -107,7 +107,7 @@ def count_rows(program: ExportedProgram, found: Mapping[str, Symbols]) -> dict[s
     masks, places, count = dict[tuple[fx.Node, int], int](), dict[sympy.Symbol, int](), 0
     wanted = frozenset[sympy.Symbol]().union(*found.values())
     for node in program.graph.nodes:
-        for symbol in sizes_of(node) & wanted - places.keys() if node.target in INDICES else ():
+        for symbol in symbols_of(node) & wanted - places.keys() if node.target in INDICES else ():
             mask, entry = _entry_of(node.args[0])
             if mask not in masks:
                 masks[mask] = count
@@ -163,10 +163,10 @@ def _rows_that_read(graph: fx.Graph, sizes: set[sympy.Symbol]) -> dict[fx.Node, 
         """Return the rows for which alone an op reads an operand: those that a mask, or their places, select."""
         kept = operand_left(user, sizes, masks)
         given = () if kept is None or kept is node else user.all_input_nodes
-        return frozenset().union(*(selected.get(x, sizes_of(x) & sizes) for x in given))
+        return frozenset().union(*(selected.get(x, symbols_of(x) & sizes) for x in given))
 
     for node in reversed(graph.nodes):
-        own = sizes_of(node) & sizes
+        own = symbols_of(node) & sizes
         of = [selecting(user, node) or found[user] for user in node.users if user in trained]
         found[node] = frozenset(own or (frozenset().union(*of) if all(of) else ()))
     return found

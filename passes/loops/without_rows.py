@@ -65,14 +65,6 @@ def rows_of(node: fx.Node) -> set[sympy.Symbol]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
-def sizes_of(node: fx.Node) -> set[sympy.Symbol]:
-    """Return the symbols of the sizes of a tensor, or of those that an op gives."""
-    value = node.meta.get("val")
-    each = value if isinstance(value, (list, tuple)) else [value]
-    sizes: list[Any] = [size for x in each if isinstance(x, Tensor) for size in x.shape]
-    return {symbol for n in sizes if isinstance(n, torch.SymInt) for symbol in n.node.expr.free_symbols}
-
-
 def _is_empty(x: Any, sizes: set[sympy.Symbol]) -> bool:
     """Return whether a tensor has no element if these numbers of rows are zero."""
     value = x.meta.get("val") if isinstance(x, fx.Node) else None

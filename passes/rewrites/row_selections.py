@@ -73,13 +73,13 @@ def name_masked_sizes(graph: fx.Graph, traced: Traced) -> None:
     if not named:
         return
     for node in graph.nodes:
-        new = _symbols(node) & named.keys() if node.target not in INDICES and not selection(node) else set()
-        if new and not any(new & _symbols(x) for x in node.all_input_nodes):
+        new = symbols_of(node) & named.keys() if node.target not in INDICES and not selection(node) else set()
+        if new and not any(new & symbols_of(x) for x in node.all_input_nodes):
             refuse(node, "makes as many rows as a mask selects")
     _write_counts(graph, named)
 
 
-def _symbols(node: fx.Node) -> set[sympy.Symbol]:
+def symbols_of(node: fx.Node) -> set[sympy.Symbol]:
     """Return the symbols of the sizes of a tensor, or of a size."""
     value = node.meta.get("val")
     sizes = [n for x in (value if isinstance(value, (tuple, list)) else [value]) for n in getattr(x, "shape", [x])]
