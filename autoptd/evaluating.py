@@ -31,7 +31,8 @@ _SIMPLE = (bool, int, float, str, bytes, type(None))
 
 
 class EvaluationPrograms:
-    """The programs of the metrics that were evaluated so far, one for each set of metrics, and that of training.
+    """The programs of the metrics that were evaluated so far, one for each set of metrics, and what the check of
+    evaluation steps said.
 
     Ranks that are threads share them, and trace one at a time.
     """

@@ -8,6 +8,8 @@ Values are equal if the same op gives them from equal values and numbers; parame
 names. So neither the order of ops counts, nor what no loss reads, such as new values of buffers, nor gradients. The
 n-th draw of the one graph is the n-th alike draw of the other. If the losses are not equal, the first value that only
 one of the graphs computes is where they part.
+
+A program for any number of samples is compared in the same way with a trace of one sample, at b = 1.
 """
 
 from __future__ import annotations
