@@ -72,9 +72,10 @@ class StageTimes:
             object.__setattr__(self, name, value)
 
     def shares(self) -> list[float]:
-        """Return the fraction of the rank's parameters in each chunk, estimated by its backward_s."""
-        whole_s = sum(chunk.backward_s for chunk in self.chunks)
-        return [chunk.backward_s / whole_s if whole_s else 1 / len(self.chunks) for chunk in self.chunks]
+        """Return the fraction of the rank's parameters in each chunk, estimated by its backward_s without
+        recomputation, which moves no parameters."""
+        each_s = [chunk.backward_s - chunk.recompute_s for chunk in self.chunks]
+        return [one_s / sum(each_s) if sum(each_s) else 1 / len(each_s) for one_s in each_s]
 
 
 PRICED = frozenset({"ep", "tp"})  # communication whose overlap is in the times of passes already

@@ -22,8 +22,8 @@ from autoptd.plans.model import Plan
 from autoptd.progress import Progress, Silent
 
 _SEARCHED = {  # options that are searched if not fixed
-    *("cp", "cuts", "dp", "ep", "etp", "headroom", "max_tp", "micro", "offload", "pp", "recompute", "schedule"),
-    *("sequence_parallel", "shards", "splits", "stages", "tp", "virtual", "whole", "zero"),
+    *("context", "cp", "cuts", "dp", "ep", "etp", "headroom", "max_tp", "micro", "offload", "pp", "recompute"),
+    *("schedule", "sequence_parallel", "shards", "splits", "stages", "tp", "virtual", "whole", "zero"),
 }
 _SAME = 5e-4  # of a step: a smaller difference is reported as none
 

@@ -45,7 +45,7 @@ class ExecutionOptions:
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "revalidate_instances": "always"}
 
     recompute: Literal["full", "selective", "ops", "logits", "offload"] = "full"
-    overlap: tuple[Literal["dp", "ep", "p2p", "tp"], ...] = ("p2p",)
+    overlap: tuple[Literal["dp", "ep", "p2p", "tp"], ...] = ("dp", "p2p")
     kernels: Literal["eager", "fused", "compiled"] = "eager"
     loss: Literal["kept", "in_place"] = "kept"
     attention: Literal["torch", "flash", "triton", "cudnn"] = "torch"

@@ -300,8 +300,7 @@ class PlanData(Part):
         default, asked, narrow = ExecutionOptions(), self.method, self.precision in ("bf16", "fp16")
         reasons = {
             f"the {self.schedule.kind} schedule": self.schedule.kind not in RUNNABLE,
-            f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp", "tp"}
-            != set(default.overlap),
+            f"overlap of {', '.join(asked.overlap) or 'nothing'}": set(asked.overlap) - {"dp", "tp"} != {"p2p"},
             f"{asked.kernels} kernels": asked.kernels not in (default.kernels, "compiled"),
             f"{asked.attention} attention": asked.attention not in (default.attention, "flash"),
             f"rows dispatched {'as slices' if asked.dispatch == 'slices' else 'merged'}": (

@@ -29,7 +29,7 @@ TIMES = (
 
 def timed_plan(**changes: Any) -> Plan:
     predicted = sample_plan().predicted.model_copy(update={"times": times_to_data(TIMES)})
-    return sample_plan(predicted=predicted, **changes)
+    return sample_plan(predicted=predicted, **{"method": ExecutionOptions(overlap=("p2p",)), **changes})
 
 
 @pytest.fixture

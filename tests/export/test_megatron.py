@@ -88,6 +88,8 @@ MEGATRON_ARGS=(
     --bf16
     --optimizer adam
     --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
     --recompute-granularity full
     --recompute-method block
     --recompute-num-layers 5

@@ -83,7 +83,7 @@ class Variant:
     splits: tuple[tuple[str, str], ...] = ()  # parameters with a fixed placement
     schedule: str = "1f1b"
     virtual: int = 1  # chunks per rank
-    overlap: tuple[str, ...] = ("p2p",)
+    overlap: tuple[str, ...] = ("dp", "p2p")
     sends: str = "whole"
     shards: int = 0  # dp ranks that share one copy; 0: all
     context: str = "ring"  # attention over cp ranks

@@ -25,6 +25,7 @@ from autoptd.runtime.comm.threaded import LockstepChannel, LockstepGroup, run_lo
 
 SEQ, VOCAB, BATCH = 64, 256, 8
 RATE = 1e9
+EXPOSED = {"overlap": ["p2p"]}  # nothing hides communication over dp
 GROUPS: dict[str, Callable[[int], float]] = {  # of the tensor that a call is about, the share that leaves the rank
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: n - 1,
@@ -171,7 +172,7 @@ def compare_bytes(
     model: nn.Module, batch: dict[str, Tensor], world: int, pinned: dict[str, Any], precision: str, sent: Counter[int]
 ) -> Plan:
     """Compare the bytes that each rank sends in a step with those that its plan is priced for; return the plan."""
-    fix = {"micro": 2, "kernels": "eager", "recompute": "none", **pinned}
+    fix = {**EXPOSED, "micro": 2, "kernels": "eager", "recompute": "none", "context": "ring", **pinned}
     traced = autoptd.trace(model, inputs=batch, precision=precision)
     plan = autoptd.plan(traced, world=world, cluster=free(), batch=BATCH, fix=fix)
     par = autoptd.parallelize(traced, plan=plan, compile=False)
@@ -206,7 +207,7 @@ def test_blocks_are_gathered_and_summed_as_often_as_the_plan_is_priced_for(
     level = free().levels[0].model_copy(update={"bytes_per_s": 1e24, "latency_s": 1.0})
     model, batch = gpt()
     traced = autoptd.trace(model, inputs=batch)
-    fix = {"dp": 2, "micro": 4, "zero": zero, "kernels": "eager", "recompute": "none"}
+    fix = {**EXPOSED, "dp": 2, "micro": 4, "zero": zero, "kernels": "eager", "recompute": "none"}
     cluster = free().model_copy(update={"levels": (level,)})
     plan = autoptd.plan(traced, world=2, cluster=cluster, batch=BATCH, fix=fix)
     par = autoptd.parallelize(traced, plan=plan, compile=False)

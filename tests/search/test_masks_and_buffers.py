@@ -125,7 +125,7 @@ def test_ranks_that_share_heads_or_layers_have_the_whole_mask() -> None:
 
 
 def test_ranks_that_share_tokens() -> None:
-    assert added(2, cp=2) == [SCORES], "a ring converts the mask for each tile"
+    assert added(2, cp=2, context="ring") == [SCORES], "a ring converts the mask for each tile"
     assert added(2, cp=2, context="ulysses") == [(2 * LAYERS + 1) * SCORES]
 
 

@@ -21,6 +21,7 @@ from autoptd.search.pipeline import recompute_options as menus
 from autoptd.search.planner import EFFORT, Planner, Task
 from autoptd.search.visit import visit
 from autoptd.search.visit.visit import Visit
+from tests.search import random_tasks
 from tests.search.every_plan import least_seconds
 from tests.search.random_tasks import MODELS, random_task, wide_task
 
@@ -197,6 +198,14 @@ def test_a_candidate_closed_by_one_cut_is_caught(monkeypatch: pytest.MonkeyPatch
         stages.StagesDoNotFit, "__init__", lambda self, what, every_cut: honest(self, what, every_cut=True)
     )
     assert _wide_faults(GROUPS[0])
+
+
+def test_a_gap_counts_recomputation_in_other_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over dp that begin where a chunk ends start earlier if a later one recomputes; only one choice is tried."""
+    monkeypatch.setattr(random_tasks, "exactly_searched", lambda _: {})
+    model, task = random_task(76, worlds=WORLDS, clusters=CLUSTERS)
+    answer, best = Planner(task, Silent(), model.known).answer(), least_seconds(Planner(task, Silent(), model.known))[0]
+    assert answer.staged.seconds > best * 1.01 > answer.staged.seconds * (1 - answer.gap)
 
 
 # ---- planted bugs ----

@@ -394,7 +394,7 @@ def test_scores_of_a_cp_rank_have_all_columns() -> None:
 
 
 def test_heads_are_exchanged_for_tokens(traced: autoptd.TracedModel) -> None:
-    ring, _ = chunks(traced, cp=2, dp=1)
+    ring, _ = chunks(traced, cp=2, dp=1, context="ring")
     exchanged, _ = chunks(traced, cp=2, dp=1, context="ulysses")
     ((kind, cost),) = [(k, c) for k, c in exchanged.sharded.costs.items() if c.work.ring_bytes]
     assert cost.work.exchanged_bytes == 2 * cost.work.ring_bytes  # queries and results are as large as keys and values

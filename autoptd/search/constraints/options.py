@@ -19,13 +19,14 @@ from autoptd.passes.sharding.megatron_splits import MEGATRON
 from autoptd.schedule import SCHEDULES, row_of
 from autoptd.search.constraints.assumed import ASSUMABLE, MEANT, only_predicted
 
+CONTEXTS = ("ring", "ulysses")  # attention over cp ranks
 # searched, beside meshes
 DIMENSIONS = ("cp", "offload", "recompute", "shards", "virtual", "zero", "zero-bubble", "zero-bubble-v")
 _COUNTS = ("bucket_bytes", "cp", "dp", "ep", "etp", "max_tp", "micro", "pp", "shards", "tp", "virtual")
 _SEARCHED = ("dp", "micro", "pp", "recompute", "tp", "zero")
 ALLOWED: dict[str, tuple[int | str, ...]] = {
     "attention": ("torch", "flash", "triton", "cudnn"),
-    "context": ("ring", "ulysses"),
+    "context": CONTEXTS,
     "cut_solver": ("dynamic", "ilp"),
     "dispatch": ("rows", "slices", "merged"),
     "dropout": ("exact", "fast"),
@@ -44,7 +45,7 @@ ALLOWED: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
 }
 STREAMS = ("dp", "ep", "p2p", "tp")
-CHOSEN = ("cp", "dp", "ep", "etp", "micro", "pp", "recompute", "schedule", "shards", "tp", "zero")  # by the search
+CHOSEN = ("context", "cp", "dp", "ep", "etp", "micro", "pp", "recompute", "schedule", "shards", "tp", "zero")
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # numbers of chunks per pipeline rank that are tried
 NAMED = ("cuts", "splits", "whole")  # constraints that name modules or parameters
 KNOWN = (

@@ -51,6 +51,7 @@ _TORCHTITAN: Way = {
     "gradients": ("main",),  # mixed_precision_reduce is float32
     "attention": ("flash", "cudnn"),
     "overlap": (("dp",),),
+    "context": ("ring",),
     "offload": (0.0,),
     "recompute": ("none", "ops", "full"),  # SelectiveAC saves every second product
 }

@@ -31,7 +31,7 @@ from autoptd.search.pipeline.messages import Messages
 from autoptd.search.pipeline.stage_parameters import Held, block_peak
 from autoptd.search.sharding.dispatch_cost import dispatched_s
 from autoptd.search.sharding.kind_cost import ChunkCost as ChunkCost
-from autoptd.search.sharding.kind_cost import KindCost, TpSeconds, exposed_s, price, ring_seconds, tp_seconds
+from autoptd.search.sharding.kind_cost import KindCost, TpSeconds, context_seconds, exposed_s, price, tp_seconds
 from autoptd.search.step_end.costs import StepEnd
 
 _CLASSES = 8  # most buffers of a stage: parameters of one dtype, placement and set of stages share one
@@ -181,16 +181,9 @@ class ChunkCosts(StepEnd):
         return tp_seconds(cost, self.method, self.cluster, self.candidate.tp, self.tensors.world)
 
     def _context_s(self, cost: KindCost) -> tuple[float, float]:
-        """Return exposed seconds (forward, backward) of cp communication.
-
-        Ulysses exchanges all four tensors of attention and their gradients, all of it exposed.
-        """
-        if self.method.context == "ring":
-            c = self.candidate
-            return ring_seconds(cost, self.method, self.cluster, c.cp, c.tp, c.world)
-        ranks, nbytes = self.method.cp, cost.work.exchanged_bytes * self.method.cp
-        exchange = self._collective_s("all_to_all", nbytes, ranks) if nbytes else 0.0
-        return exchange, exchange
+        """Return exposed seconds (forward, backward) of cp communication."""
+        c = self.candidate
+        return context_seconds(cost, self.method, self.cluster, c.cp, c.tp, c.world)
 
     def _dispatch_s(self, cost: KindCost, compute_s: float) -> float:
         """Return the exposed seconds of sending rows to the ranks of their experts and back.

@@ -43,13 +43,22 @@ class Effort:
             self.left -= 1
 
 
+def sums_by_chunk(stages: Stages) -> bool:
+    """Return whether sums over dp begin where a chunk of a rank ends, so that it matters which chunk recomputes."""
+    c = stages.candidate
+    return c.virtual > 1 and c.zero < 2 and c.dp * c.cp > 1 and "dp" in stages.method.overlap
+
+
 def refine(stages: Stages, best_s: float, effort: Effort) -> tuple[Staged | None, bool]:
-    """Return the best cut found that takes less than `best_s`, if any, and whether it is proved to be the best."""
+    """Return the best cut found that takes less than `best_s`, if any, and whether it is proved to be the best.
+
+    It is not where sums over dp begin at the end of a chunk and ranks recompute: each cut has one choice of it."""
     count = math.comb(len(stages.problem.names) - 1, stages.count - 1)
     if effort.left is not None and count > _CUTS * effort.left:
         return None, False
     leaves = sorted(_CutTree(stages, best_s).leaves())
     found: Staged | None = None
+    is_proved = True
     for bound, cuts in leaves:
         if bound >= best_s:
             break
@@ -60,9 +69,10 @@ def refine(stages: Stages, best_s: float, effort: Effort) -> tuple[Staged | None
             tried = simulated(stages.finish(cuts))
         except DoesNotFit:
             continue
+        is_proved = is_proved and not (sums_by_chunk(stages) and any(tried.solution.policies))
         if tried.seconds < best_s:
             found, best_s = tried, tried.seconds
-    return found, True
+    return found, is_proved
 
 
 class _CutTree:

@@ -60,7 +60,7 @@ from autoptd.search.sharding.cache import ShardingCache
 from autoptd.search.sharding.dispatch_cost import dispatched_s, spread_over
 from autoptd.search.sharding.kind_cost import floor_s
 from autoptd.search.sharding.tensors import Sharded
-from autoptd.search.step_end.costs import full_bucket_s, full_gather_s
+from autoptd.search.step_end.costs import full_bucket_s, full_gather_s, least_slowdown
 from autoptd.search.task import Task
 
 
@@ -193,7 +193,7 @@ class CandidateBounds:
     _products: dict[tuple[int, int, str, int, int, int], float] = field(default_factory=dict)
     _floors: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
     _spread: dict[tuple[int, int, int], tuple[Sharded, Sharded, float]] = field(default_factory=dict)
-    _gradients: dict[tuple[tuple[float, ...], int], float] = field(default_factory=dict)
+    _gradients: dict[tuple[tuple[float, ...], int], tuple[float, float]] = field(default_factory=dict)
     _ends: dict[tuple[float, ...], tuple[float, float]] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
@@ -223,9 +223,9 @@ class CandidateBounds:
         costs = [k for k in sharded.costs.values() if k.forward_s]
         share = 0.5  # upper bound on min(f, b) / T of any stage
         if not overlapped and c.zero < 2 and not dispatched:  # experts' rows are sent equally in both passes
-            ring = 1 / 3 if c.cp > 1 else 0.0  # ring attention sends once in forward, twice in backward
-            share = min(share, max([ring, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
-        return max(self._even_s(c, seconds + self._gradients_s(c), share), self._to_last_s(c, sharded, seconds))
+            sent = (1 / 3 if sharded.context == "ring" else 0.5) if c.cp > 1 else 0.0  # a ring sends twice in backward
+            share = min(share, max([sent, *(k.forward_s / (k.forward_s + k.backward_s) for k in costs)]))
+        return max(self._even_s(c, self._with_gradients_s(c, seconds), share), self._to_last_s(c, sharded, seconds))
 
     def _to_last_s(self, c: Candidate, sharded: Sharded, seconds: float) -> float:
         """Return bound (7) of the last chunk, which has the last segment of the model: all other stages precede its
@@ -254,14 +254,16 @@ class CandidateBounds:
             self._spread[key] = sharded, spread, 2 * sum(sent)  # holds the key's object, so that its id stays its own
         return self._spread[key][1:]
 
-    def _gradients_s(self, c: Candidate) -> float:
-        """Return seconds per microbatch of adding gradients to the buffer, and of all-gathers and reduce-scatters (ZeRO
-        2, 3), with the model as one stage."""
+    def _with_gradients_s(self, c: Candidate, passes_s: float) -> float:
+        """Return the bound `passes_s` of a microbatch extended by adding gradients to the buffer, and by all-gathers
+        and reduce-scatters (ZeRO 2, 3), with the model as one stage."""
         if c.pools:
-            return 0.0
+            return passes_s
         if (key := (c.sharded_state, c.microbatches)) not in self._gradients:
-            self._gradients[key] = self._accumulation_s(c) + self._sharding_s(c)
-        return self._gradients[key]
+            self._gradients[key] = self._accumulation_s(c), self._sharding_s(c)
+        added_s, sent_s = self._gradients[key]
+        passes_s, share = passes_s + added_s, least_slowdown(self.method, self.task.cluster)
+        return max(passes_s + share * sent_s, sent_s + share * passes_s)
 
     def _accumulation_s(self, c: Candidate) -> float:
         numel, method = sum(n for n, _ in self.memory.parts(c)) // c.tp, self.method
@@ -322,11 +324,14 @@ class CandidateBounds:
                 update_s += collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
         return reduce_s, update_s
 
-    def shared_out_s(self, c: Candidate, whole: Sharded) -> float:
-        """Return the bound from the model's work on one rank, `whole`, for any splits."""
+    def shared_out_s(self, c: Candidate, whole: Sequence[Sharded]) -> float:
+        """Return the bound from the model's work on one rank, in each context that may be, for any splits."""
         key = c.tp, c.micro, c.cp, c.ep  # of any etp: what a rank computes is the same
         if key not in self._floors:
             device = self.task.cluster.device
-            whole = spread_over(whole, c, self.method, self.task.cluster)
-            self._floors[key] = sum(times * floor_s(kind.work, device, c.tp) for times, kind in whole.every_kind)
-        return self._even_s(c, self._floors[key] + self._gradients_s(c), 0.5)
+            spread = (spread_over(sharded, c, self.method, self.task.cluster) for sharded in whole)
+            self._floors[key] = min(
+                sum(times * floor_s(kind.work, device, c.tp) for times, kind in sharded.every_kind)
+                for sharded in spread
+            )
+        return self._even_s(c, self._with_gradients_s(c, self._floors[key]), 0.5)

@@ -204,15 +204,20 @@ def _part(product: OpWork, parts: int) -> OpWork:
     return replace(product, flops=product.flops / parts, nbytes=product.nbytes / parts, m=rows)
 
 
-def ring_seconds(
+def context_seconds(
     cost: KindCost, method: ExecutionOptions, cluster: Cluster, ranks: int, stride: int, world: int = 0
 ) -> tuple[float, float]:
-    """Return the exposed seconds (forward, backward) of messages around a ring of `ranks`; attention hides the rest.
+    """Return the exposed seconds (forward, backward) of communication over `ranks` of cp.
 
-    Keys and values take one step less than there are ranks, in both passes. Sums of their gradients, in float32 at
-    least, take one step more, to their owner (`ops/context_attention.py`). By hand they have the type of the keys, and
-    take no more steps than these (Transformer Engine, AttnFuncWithCPAndKVP2P).
+    Ulysses exchanges all four tensors of attention and their gradients, all of it exposed. Of the messages around a
+    ring, attention hides what it lasts. Keys and values take one step less than there are ranks, in both passes. Sums
+    of their gradients, in float32 at least, take one step more, to their owner (`ops/context_attention.py`). By hand
+    they have the type of the keys, and take no more steps than these (Transformer Engine, AttnFuncWithCPAndKVP2P).
     """
+    if method.context == "ulysses":
+        nbytes = cost.work.exchanged_bytes * ranks
+        exchange_s = collective_s("all_to_all", nbytes, cluster, ranks, stride, world) if nbytes else 0.0
+        return exchange_s, exchange_s
     if ranks == 1 or not cost.work.ring_bytes:
         return 0.0, 0.0
     keys_s = sums_s = collective_s("all_gather", cost.work.ring_bytes * ranks, cluster, ranks, stride, world)

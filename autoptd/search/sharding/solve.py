@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,18 +18,19 @@ from autoptd.passes.graph import info, op_call, source_line
 from autoptd.passes.sharding.sharding import Sharding, ops_of
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import NamedConstraints
-from autoptd.search.constraints.options import SearchOptions
+from autoptd.search.constraints.options import CONTEXTS, SearchOptions
 from autoptd.search.infeasible import InfeasibleSplit
 from autoptd.search.meshes import Candidate, divisors
 from autoptd.search.sharding.cache import Legal, ShardingCache, ShardingQuery
-from autoptd.search.sharding.kind_cost import PARTIAL
+from autoptd.search.sharding.kind_cost import PARTIAL, context_seconds
 from autoptd.search.sharding.strategies import ExpertsOnTp, experts_on_tp
 from autoptd.search.sharding.tensors import Sharded, Tensors
 from autoptd.search.task import Task
 
 CLOSE = 1e-3  # relative: how far splits for a microbatch between two others may be from the best
 _UNLIMITED_BYTES = 2**62
-Key = tuple[int, int, int, bool, ExpertsOnTp]  # tp, samples of a microbatch, cp, memory-saving, experts
+# tp, samples of a microbatch, cp, attention over cp ranks that may be, memory-saving, experts
+Key = tuple[int, int, int, tuple[str, ...], bool, ExpertsOnTp]
 
 
 class Splitter:
@@ -96,17 +98,38 @@ class Splitter:
 
     def key_of(self, c: Candidate) -> Key:
         """Return everything about a candidate that its splits depend on."""
-        return c.tp, c.micro, c.cp, c.memory_saving, self._experts(c)
+        return c.tp, c.micro, c.cp, self._contexts(c), c.memory_saving, self._experts(c)
 
     def alike(self, c: Candidate) -> Hashable:
         """Return everything that a candidate's splits depend on, the size of the microbatch aside."""
-        return c.tp, c.cp, c.memory_saving, self._experts(c)
+        return c.tp, c.cp, self._contexts(c), c.memory_saving, self._experts(c)
 
     def _experts(self, c: Candidate) -> ExpertsOnTp:
         return experts_on_tp(c.tp, c.ep, c.etp, self.known.facts.expert_counts if c.ep > 1 else ())
 
-    def question(self, c: Candidate) -> ShardingQuery:
+    def context_error(self, c: Candidate, context: str, ep: int) -> PlanError | None:
+        """Return why the runtime does not split tokens so, or experts over ep beside them."""
+        return self.known.context_error(c.cp, c.tp, ep, self.task.sizes.get(SEQUENCE, 1), context)
+
+    @property
+    def contexts(self) -> tuple[str, ...]:
+        """What attention over cp ranks may be."""
+        return (self._method.context,) if "context" in self.task.constraints.fixed else CONTEXTS
+
+    def _contexts(self, c: Candidate) -> tuple[str, ...]:
+        """Return what attention over its cp ranks may be; what a plan that is only predicted has, if nothing runs."""
+        if c.cp == 1:
+            return self.contexts[:1]
+        runs = tuple(context for context in self.contexts if self.context_error(c, context, c.ep) is None)
+        return runs or self.contexts[:1]
+
+    def question(self, c: Candidate, context: str | None = None) -> ShardingQuery:
+        """Return the problem of a candidate's splits. `context`: attention over cp ranks, by default the chosen one."""
         task = self.task
+        if context is None:
+            solved = self.sharded.get(self.key_of(c))
+            context = solved.context if isinstance(solved, Sharded) else self._contexts(c)[0]
+        method = replace(self._method, context=context)
         wanted = task.constraints.mesh.get("recompute")
         return ShardingQuery(
             cluster=self._unlimited,
@@ -120,8 +143,8 @@ class Splitter:
             attention=self._method.attention,
             fp8=self._method.fp8,
             permutation=self._method.permutation,
-            context=self._method.context if c.cp > 1 else "ring",
-            fast_dropout=self._method.drops_fast(c.cp),
+            context=context if c.cp > 1 else "ring",
+            fast_dropout=method.drops_fast(c.cp),
             pins=tuple(task.constraints.splits.items()),
             experts=self._experts(c),
             whole=self._pins.whole,
@@ -154,8 +177,10 @@ class Splitter:
             self.solve_between(grid[middle:])
             return
         for c in between:
-            tensors = self.known.tensors(self.question(c))
-            self.tensors[self.key_of(c)], self.sharded[self.key_of(c)] = tensors, tensors.priced(common)
+            ways = (self.known.tensors(self.question(c, context)) for context in self._contexts(c))
+            each = [(tensors, tensors.priced(common)) for tensors in ways]
+            quickest = min(each, key=lambda way: self._pass_s(c, way[1]))
+            self.tensors[self.key_of(c)], self.sharded[self.key_of(c)] = quickest
             self.is_derived = True
 
     def _common(
@@ -185,15 +210,45 @@ class Splitter:
     def solve(self, c: Candidate) -> Sharded | AutoptdError:
         key = self.key_of(c)
         if key not in self.sharded:
-            tensors, solved = self.known.sharded(self.question(c))
+            first, *others = self._contexts(c)
+            tensors, solved = self.known.sharded(self.question(c, first))
             if isinstance(solved, AutoptdError):
                 if not isinstance(solved, (InfeasibleSplit, PlanError)):
                     raise solved
                 constraints = self.task.constraints
                 if constraints.mesh.get("tp") == c.tp and (c.etp == 0 or "etp" in constraints.fixed):
                     raise solved
+            else:
+                tensors, solved = self._in_quickest(c, tensors, solved, others)
             self.tensors[key], self.sharded[key] = tensors, solved
         return self.sharded[key]
+
+    def _in_quickest(
+        self, c: Candidate, tensors: Tensors, solved: Sharded, contexts: Sequence[str]
+    ) -> tuple[Tensors, Sharded]:
+        """Return the problem and solution of the quickest of these contexts, or those given if they are quicker.
+
+        Tensors are split anew in a context only where those splits are quicker in it."""
+        for context in contexts:
+            query = self.question(c, context)
+            if self._pass_s(c, self.known.tensors(query).priced(solved.sharding)) < self._pass_s(c, solved):
+                other = self.known.sharded(query)
+                if isinstance(other[1], Sharded):
+                    tensors, solved = other
+        return tensors, solved
+
+    def _pass_s(self, c: Candidate, sharded: Sharded) -> float:
+        """Return the seconds of a microbatch through the whole model, with communication over cp ranks, and with the
+        price of what it keeps."""
+        seconds, method = sharded.seconds, replace(self._method, context=sharded.context)
+        for n, cost in sharded.every_kind if c.cp > 1 else ():
+            seconds += n * sum(context_seconds(cost, method, self._unlimited, c.cp, c.tp, c.world))
+        return seconds + self._byte_s(c) * sharded.kept_bytes
+
+    def in_every_context(self, c: Candidate) -> list[Sharded]:
+        """Return the split tensors of a candidate in each context that may be, as far as they can be split."""
+        found = (self.known.sharded(self.question(c, context))[1] for context in self._contexts(c))
+        return [sharded for sharded in found if isinstance(sharded, Sharded)]
 
     def refusal(self) -> AutoptdError:
         """Return why no tp can split the tensors as asked, for the largest tp: it has the most choices."""

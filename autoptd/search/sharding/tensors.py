@@ -50,6 +50,7 @@ class Sharded:
     peaks: dict[Any, Peak] = field(default_factory=dict, compare=False)
     sizes: dict[Any, tuple[int, ...]] = field(default_factory=dict, compare=False)
     memo: dict[str, Any] = field(default_factory=dict, compare=False)  # cache of `search/pipeline/chunk_parameters.py`
+    context: str = "ring"  # attention over cp ranks
 
     def spread(self, ep: int, cluster: Cluster, world: int = 0, merged: bool = False, fullest: float = 1.0) -> Sharded:
         """Return the sharding with the model's experts spread over `ep` ranks; see `expert_work.spread`."""
@@ -60,7 +61,8 @@ class Sharded:
             works = {kind: spread(cost.work, ep, merged, fullest) for kind, cost in self.costs.items()}
             times = [count for count, _ in self.every_kind]
             found = _priced(self.sharding, works, times, cluster, world)
-            self.memo[name] = replace(found, gap=self.gap, peaks=self.peaks, sizes=self.sizes, memo=self.memo)
+            shared = {key: getattr(self, key) for key in ("gap", "peaks", "sizes", "memo", "context")}
+            self.memo[name] = replace(found, **shared)
         return self.memo[name]  # type: ignore[no-any-return]
 
     @property
@@ -124,7 +126,7 @@ class Tensors(SplitNumbers):
         """Return a sharding with its costs, given the work of one segment of each kind."""
         times = [self.folded.multiplicity(kind) for kind in works]
         found = _priced(sharding, works, times, self.cluster, self.world)
-        return replace(found, gap=solution.gap) if solution else found
+        return replace(found, gap=solution.gap if solution else 0.0, context=self.context)
 
     def _kind_work(self, kind: str, segment: Segment, decided: KindSharding) -> KindWork:
         ring = sums = exchanged = 0

@@ -34,8 +34,8 @@ def full_gather_s(
     c: Candidate, copies: Copies, method: SearchOptions, precision: str, cluster: Cluster
 ) -> tuple[float, float]:
     """Return seconds per element and microbatch of (all-gathering parameters in each pass, reduce-scattering gradients)
-    in full buckets, which smaller ones take too, under ZeRO 2 and 3; 0 if passes may hide them."""
-    if c.zero < 2 or c.dp * c.cp == 1 or "dp" in method.overlap:
+    in full buckets, which smaller ones take too, under ZeRO 2 and 3."""
+    if c.zero < 2 or c.dp * c.cp == 1:
         return 0.0, 0.0
     compute = COMPUTE_BYTES[precision]
     width = compute if method.gradients == "compute" else MAIN_BYTES[precision]
@@ -43,6 +43,14 @@ def full_gather_s(
     sum_s = sum_in_shards_s(numel * width, cluster, copies.ranks, copies.shards, copies.stride, c.world)
     gather_s = collective_s("all_gather", numel * compute, cluster, copies.shards, copies.stride, c.world)
     return gather_s / numel if c.zero == 3 else 0.0, sum_s / numel
+
+
+def least_slowdown(method: SearchOptions, cluster: Cluster) -> float:
+    """Return the share of the seconds of gathers and reductions beside passes by which these take longer at least.
+
+    Of communication c beside a pass p, the device gives a share s to min(c, p), and c - p is exposed: at least p + s c,
+    and c + s p."""
+    return cluster.device.collective_share if "dp" in method.overlap else 1.0
 
 
 class StepEnd(ChunkParameters):
@@ -128,8 +136,10 @@ class StepEnd(ChunkParameters):
 
     @cached_property
     def _full_gathers_s(self) -> list[tuple[float, float]]:
-        """`full_gather_s` for each of `copies`."""
-        return [full_gather_s(self.candidate, c, self.method, self.precision, self.cluster) for c in self.copies]
+        """`full_gather_s` for each of `copies`, as far as passes cannot hide it."""
+        share = least_slowdown(self.method, self.cluster)
+        each = (full_gather_s(self.candidate, c, self.method, self.precision, self.cluster) for c in self.copies)
+        return [(share * gather_s, share * sum_s) for gather_s, sum_s in each]
 
     def buckets(self, trained: int) -> int:
         """Return the number of buckets of `trained` elements, which are reduced and gathered one after another."""

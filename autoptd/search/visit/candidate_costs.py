@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from autoptd.errors import AutoptdError, PlanError
-from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.search.constraints.named import read_named
 from autoptd.search.memory_filter import MemoryFilter
 from autoptd.search.meshes import Candidate
@@ -34,7 +33,7 @@ class CandidateCosts:
         self.splitter = Splitter(task, known, named, self.method)
         self.bounds = CandidateBounds(task, known, self.method, self.memory)
         self.variants = Variants(task, self.memory)
-        self._whole: dict[Hashable, Sharded | AutoptdError] = {}
+        self._whole: dict[Hashable, Sequence[Sharded]] = {}
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
 
     def candidates(self) -> Sequence[Candidate]:
@@ -53,20 +52,24 @@ class CandidateCosts:
 
     def _context_error(self, c: Candidate) -> PlanError | None:
         """Return why the runtime does not split tokens or experts so; None if they are fixed, for a prediction."""
-        fixed, where = self.task.constraints.fixed, (self.task.sizes.get(SEQUENCE, 1), self.method.context)
-        error = self.known.context_error(c.cp, c.tp, c.ep, *where)
-        if error and "cp" in fixed and ("ep" in fixed or self.known.context_error(c.cp, c.tp, 1, *where)):
+        contexts, fixed = self.splitter.contexts, self.task.constraints.fixed
+        errors = [self.splitter.context_error(c, context, c.ep) for context in contexts]
+        if not all(errors):
             return None
-        return error
+        alone = "ep" in fixed or all(self.splitter.context_error(c, context, 1) for context in contexts)
+        return None if "cp" in fixed and alone else errors[0]
 
     def refusal(self) -> AutoptdError:
         """Return why no candidate can be split as asked."""
         return next(filter(None, map(self._context_error, self.candidates())), None) or self.splitter.refusal()
 
-    def on_one_rank(self, c: Candidate, alike: Alike) -> Sharded | AutoptdError:
-        """Return the model's work for a candidate's microbatch if one rank of its tp axis did all of it."""
+    def on_one_rank(self, c: Candidate, alike: Alike) -> Sequence[Sharded]:
+        """Return the model's work for a candidate's microbatch if one rank of its tp axis did all of it, in each
+        context that may be; nothing if it cannot be known."""
         if (key := (c.micro, c.cp, c.ep, c.etp)) not in self._whole:
-            self._whole[key] = self.solved(c._replace(tp=1, memory_saving=False), alike)
+            alone = c._replace(tp=1, memory_saving=False)
+            known = isinstance(self.solved(alone, alike), Sharded)
+            self._whole[key] = self.splitter.in_every_context(alone) if known else ()
         return self._whole[key]
 
     def tensors(self, c: Candidate) -> Tensors:
@@ -80,5 +83,5 @@ class CandidateCosts:
         assert isinstance(sharded, Sharded)
         chosen = {name: getattr(c, name) for name in ("cp", "ep", "etp", "schedule", "virtual", "shards")}
         blocks = self._blocks.setdefault((key, c.ep, c.etp, c.recompute), {})
-        method = replace(self.method, **chosen)
+        method = replace(self.method, context=sharded.context if c.cp > 1 else self.method.context, **chosen)
         return Stages(self.tensors(c), sharded, c, method, task.precision, task.optimizer, task.cluster, blocks)

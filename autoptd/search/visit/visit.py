@@ -24,7 +24,7 @@ from autoptd.progress import Progress
 from autoptd.search.memory_prices import FamilyBounds, MemoryPrices
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.evaluate import Staged, simulated
-from autoptd.search.pipeline.exact import Effort, refine
+from autoptd.search.pipeline.exact import Effort, refine, sums_by_chunk
 from autoptd.search.pipeline.stages import Stages, StagesDoNotFit
 from autoptd.search.sharding.tensors import Sharded
 from autoptd.search.visit.candidate_costs import CandidateCosts
@@ -131,7 +131,7 @@ class Visit:
         c = e.candidate
         if c.tp > 1 and not c.pools and len(self.queue.entries) > 1 and not e.is_weighed:
             e.is_weighed = True
-            if isinstance(whole := self.costs.on_one_rank(c, self._microbatches_like), Sharded):
+            if whole := self.costs.on_one_rank(c, self._microbatches_like):
                 e.bound_s = max(e.bound_s, self._bounds.shared_out_s(c, whole))
         return e.bound_s
 
@@ -280,6 +280,7 @@ class Visit:
             if found is not None:
                 self.best, e.found_s = found, found.seconds
         rough = any(stage_cost.rough for stage_cost in e.stages.stage_costs)
+        rough = rough or (sums_by_chunk(e.stages) and e.is_full)
         return NEVER if complete and not rough else e.bound_s
 
     # ---- candidates that are split together ----
