@@ -18,8 +18,11 @@ Each rank has concurrent streams: compute, tp, p2p (one per edge and direction),
     GATHER    the parameters' all-gather. As the first action it takes no time of the compute stream: it runs on the dp
               stream, and the first forward of each chunk waits for the buckets that it needs.
 
-Not modelled: overlapped communication does not slow compute down, streams do not share links, and a sender never waits
-for a receiver (the executor allows two messages of a channel in flight).
+A pass takes longer by `Overlap.slowdown` of the seconds in which the dp stream works for its chunk beside it, since the
+kernels of a collective take a share of the device.
+
+Not modelled: messages, and what is left of dp communication in later passes, slow nothing down; streams do not share
+links; a sender never waits for a receiver (the executor allows two messages of a channel in flight).
 
 Each rank executes its list in order, and the two directions of an edge are separate FIFO queues. Such a network has one
 outcome in whatever order ranks are visited (Kahn 1974), so no clock or event queue is needed: run a rank until it waits
@@ -103,8 +106,10 @@ class _SimulatedRank:
     def end_with_dp(self, at: int, start_s: float, end_s: float) -> float:
         """Return the end of an action that dp communication overlaps with."""
         if at in self.firsts:
-            chunk, forward_s = self.firsts[at], end_s - start_s
+            chunk = self.firsts[at]
             from_s, gather_s = self.gathered_from_s[chunk], self.times.gather_s * self.share[chunk]
+            end_s += self._slowed(min(end_s, from_s + gather_s) - max(start_s, from_s))
+            forward_s = end_s - start_s
             begins_s = from_s + gather_s * self.piece + forward_s
             waited_s = max(end_s, begins_s, from_s + gather_s + forward_s * self.piece) - end_s
             self.record.dp_exposed_s += waited_s
@@ -112,9 +117,16 @@ class _SimulatedRank:
         chunk = self.lasts[at]
         reduce_s = self.times.reduce_s * self.share[chunk]
         from_s = max(self.dp_free_s, start_s + (end_s - start_s) * self.piece)
+        end_s += self._slowed(min(end_s - from_s, reduce_s))
         self.dp_free_s = max(from_s + reduce_s, end_s + reduce_s * self.piece)
         self.record.dp.append((Action("REDUCE", None, chunk), from_s, self.dp_free_s))
         return end_s
+
+    def _slowed(self, together_s: float) -> float:
+        """Return the seconds by which a pass takes longer that dp communication runs beside for `together_s`."""
+        added_s = self.overlap.slowdown * max(0.0, together_s)
+        self.record.dp_exposed_s += added_s
+        return added_s
 
     def end_of_step(self, kind: str) -> float:
         """Return the end of a REDUCE, STEP or GATHER that starts now."""

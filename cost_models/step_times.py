@@ -83,18 +83,20 @@ PRICED = frozenset({"ep", "tp"})  # communication whose overlap is in the times 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Communication that overlaps with compute."""
+    """Communication that overlaps with compute. `slowdown`: the share of the seconds in which dp communicates beside a
+    pass by which the pass takes longer."""
 
     tp: bool = False
     dp: bool = False
     p2p: bool = True
+    slowdown: float = 0.0
 
     @classmethod
-    def of(cls, words: Collection[str]) -> Overlap:
+    def of(cls, words: Collection[str], slowdown: float = 0.0) -> Overlap:
         """Return the overlap named by the words of a plan: those of "tp", "dp", "p2p" that overlap."""
         if strange := sorted(set(words) - {"tp", "dp", "p2p"}):
             raise ValueError(f"unknown stream {strange[0]!r}; known: dp, p2p, tp")
-        return cls(tp="tp" in words, dp="dp" in words, p2p="p2p" in words)
+        return cls(tp="tp" in words, dp="dp" in words, p2p="p2p" in words, slowdown=slowdown)
 
     @property
     def early(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from autoptd.search.constraints.named import pin_notes
 from autoptd.search.constraints.options import Constraints
 from autoptd.search.constraints.without_effect import idle_notes
 from autoptd.search.meshes import Candidate
-from autoptd.search.pipeline.evaluate import Staged, rank_times, sums_of
+from autoptd.search.pipeline.evaluate import Staged, exposed_end_s, rank_times, sums_of
 from autoptd.search.pipeline.stage_parameters import loss_of
 from autoptd.search.planner import EFFORT, Planner, Task
 from autoptd.search.runners_up import Answer, RunnerUp
@@ -198,7 +198,7 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
     candidate, m = staged.candidate, staged.candidate.microbatches
     ranks = [staged.route.of(staged.stages, rank) for rank in range(candidate.pp)]
     slowest = max(range(candidate.pp), key=lambda rank: sum(s.forward_s + s.backward_s for s in ranks[rank]))
-    chunks, end = ranks[slowest], staged.ends[slowest]
+    chunks = ranks[slowest]
     recompute, copies = sum(s.recompute_s for s in chunks), sum(s.copies_s for s in chunks)
     tp = sum(s.forward_tp_s + s.backward_tp_s for s in chunks)
     sharding = sum(s.sharding_s for s in chunks)
@@ -207,8 +207,8 @@ def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) 
         "compute": m * max(0.0, work - tp - recompute - copies - sharding),
         "recompute": m * recompute,
         "tp_communication": m * tp,
-        "dp_communication": m * sharding + end.reduce_s + end.gather_s,
-        "optimizer": end.step_s,
+        "dp_communication": m * sharding + exposed_end_s(staged, slowest),
+        "optimizer": staged.ends[slowest].step_s,
     }
     parts |= ({"activation_copies": m * copies} if copies else {}) | (
         {"loss_sums": staged.ahead_s} if staged.ahead_s else {}

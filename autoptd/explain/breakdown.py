@@ -9,7 +9,7 @@ simulation where messages between stages take no time; `pipeline_bubble` is the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autoptd.cost_models.simulate import simulate
@@ -63,11 +63,15 @@ def step_terms(plan: PlanData, passes: bool = True) -> dict[str, float]:
             terms = {"forward_compute": forward, "backward_compute": compute - forward, **terms}
         together = terms.pop("dp_communication", 0.0)
         ends = {"dp_reduce": slowest.reduce_s, "dp_gather": slowest.gather_s}
-        terms |= ends | {"dp_per_microbatch": _rest(plan, together - sum(ends.values()))}
+
+        def step_s(changed: Callable[[StageTimes], StageTimes] = lambda rank: rank) -> float:
+            return simulate(lists, tuple(map(changed, times)), overlap, plan.route).makespan_s
+
+        exposed_s = step_s() - step_s(_without_ends) if overlap.dp else sum(ends.values())
+        terms |= ends | {"dp_per_microbatch": _rest(plan, together - exposed_s)}
         waited = terms.pop("pipeline_bubble", 0.0)
         if plan.mesh.pp > 1 and waited > 0:
-            free = simulate(lists, tuple(map(_without_sends, times)), overlap, plan.route)
-            sends = min(waited, max(0.0, simulate(lists, times, overlap, plan.route).makespan_s - free.makespan_s))
+            sends = min(waited, max(0.0, step_s() - step_s(_without_sends)))
             terms |= {"pipeline_sends": sends, "pipeline_bubble": waited - sends}
     hidden = _rest(plan, plan.predicted.step_time_s - sum(terms.values()))
     terms["hidden_behind_compute" if hidden < 0 else "other"] = hidden
@@ -97,6 +101,10 @@ def _rest(plan: PlanData, value: float) -> float:
 
 def _work_s(rank: StageTimes) -> float:
     return sum(c.forward_s + c.backward_s + c.forward_tp_s + c.backward_tp_s for c in rank.chunks)
+
+
+def _without_ends(rank: StageTimes) -> StageTimes:
+    return replace(rank, reduce_s=0.0, gather_s=0.0)
 
 
 def _without_sends(rank: StageTimes) -> StageTimes:

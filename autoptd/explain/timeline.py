@@ -49,7 +49,7 @@ def stage_times(
     if (virtual, row_of(kind).shape) != (len(times[0].chunks), plan.route.shape):
         times = _cut_again(times, plan.route, route_of(kind, plan.mesh.pp, virtual))
     # the tp seconds of a plan are the exposed ones, op by op: overlapping them again would count the overlap twice
-    return times, Overlap.of(set(plan.method.overlap) - PRICED)
+    return times, Overlap.of(set(plan.method.overlap) - PRICED, plan.cluster.device.collective_share)
 
 
 def _cut_again(times: Sequence[StageTimes], old: StageMap, new: StageMap) -> tuple[StageTimes, ...]:

@@ -347,6 +347,17 @@ def test_gather_beside_the_first_forward(gather_s: float, buckets: int | None, f
     assert apart.makespan_s == 12 + gather_s
 
 
+def test_sums_and_gathers_slow_the_passes_beside_them():
+    """Half of the device is theirs: a pass takes half as long again as they last beside it."""
+    times, beside = StageTimes((ChunkTimes(2, 4),), reduce_s=2, gather_s=1), Overlap(dp=True, slowdown=0.5)
+    timeline = simulate(lists("GATHER F0 B0 F1 SUM B1 REDUCE STEP"), [times], beside)
+    assert [e.end_s for e in timeline.events[1:]][:5] == [2.5, 6.5, 8.5, 8.5, 13.5]  # SUM beside B1, from 8.5 to 10.5
+    assert timeline.makespan_s == 13.5
+    assert timeline.exposed_s["dp"] == 1.5
+    alone = simulate(lists("F0 B0 F1 B1 REDUCE STEP GATHER"), [times], beside)
+    assert alone.makespan_s == 12 + 2 + 1
+
+
 def test_a_pipeline_hides_the_gather_while_it_fills():
     times = [one(2, 4, gather_s=3)] * 3
     apart, beside = (simulate(step_lists("1f1b", 3, 4, early=early), times) for early in ((), ("GATHER",)))

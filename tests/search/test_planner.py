@@ -109,6 +109,17 @@ def test_a_dominated_candidate_is_no_faster(gpt: autoptd.TracedModel, inter: flo
         assert search.predict(c).seconds >= search.predict(lighter.candidate).seconds * (1 - 1e-6), str(c)
 
 
+@pytest.mark.parametrize("overlap", [("p2p",), ("dp", "p2p")])
+def test_what_passes_hide_is_bounded(gpt: autoptd.TracedModel, overlap: tuple[str, ...]) -> None:
+    """Bounds of ZeRO 2 and 3 count gathers and reductions of every pass, and are above no step."""
+    search = planner(gpt, roomy(80.0, 2e9), dimensions=["zero"], fix={"overlap": overlap})
+    ratios = []
+    for c in search.candidates():
+        if c.zero > 1 and c.pp == 1 and isinstance(solved := search.costs.solved(c), Sharded):
+            ratios.append(search.costs.bounds.bound_s(c, solved) / search.predict(c).seconds)
+    assert 0.8 < max(ratios) <= 1 + 1e-9 and min(ratios) > 0.4
+
+
 def test_the_answer_is_of_its_own_prediction(gpt: autoptd.TracedModel) -> None:
     answer = planner(gpt, roomy(80.0)).answer()
     staged = answer.staged

@@ -407,6 +407,20 @@ def test_heads_are_exchanged_for_tokens(traced: autoptd.TracedModel) -> None:
     assert ring._context_s(cost) == pytest.approx(shown_s)
 
 
+@pytest.mark.parametrize("rate", [1e9, 3e10, 1e12])
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_attention_over_cp_is_the_quicker_one(traced: autoptd.TracedModel, cp: int, rate: float) -> None:
+    """Unless it cannot be: eight heads divide by tp 2 and cp 2 or 4, and 256 tokens by 2 cp."""
+    levels = tuple(level.model_copy(update={"bytes_per_s": rate}) for level in NODE.levels)
+    cluster = NODE.model_copy(update={"levels": levels})
+    contexts = ["ring", "ulysses"] if cp < 8 else ["ring"]
+    own = [planner(traced, 4 * cp, cluster, cp=cp, dp=1, context=context) for context in contexts]
+    each = {search.answer().staged.seconds: context for search, context in zip(own, contexts, strict=True)}
+    answer = planner(traced, 4 * cp, cluster, cp=cp, dp=1).answer()
+    assert answer.staged.seconds == min(each)
+    assert answer.staged.method.context == answer.question.context == each[min(each)]
+
+
 def test_gradients_are_added_up_unless_matmuls_do(traced: autoptd.TracedModel) -> None:
     eager, tensors = chunks(traced, kernels="eager")
     fused, _ = chunks(traced, kernels="fused")

@@ -194,7 +194,7 @@ def _ahead_s(staged: Staged) -> float:
         lambda microbatches: _forward_lists(c.pp, microbatches, method.virtual, staged.route),
         c.microbatches,
         rank_times(staged),
-        Overlap.of(set(method.overlap) - PRICED),
+        _overlap_of(staged),
         c.pp,
         staged.route,
     )
@@ -206,10 +206,25 @@ def action_lists(kind: str, ranks: int, microbatches: int, virtual: int, early: 
     return step_lists(kind, ranks, microbatches, virtual, early)
 
 
+def exposed_end_s(staged: Staged, rank: int) -> float:
+    """Return seconds of a simulated step for sums and gathers at its end, on a rank or, if passes run beside them, as
+    far as the step is shorter without any."""
+    if "dp" not in staged.method.overlap:
+        return staged.ends[rank].reduce_s + staged.ends[rank].gather_s
+    free = tuple(replace(end, reduce_s=0.0, gather_s=0.0) for end in staged.ends)
+    return max(0.0, staged.seconds - simulated(replace(staged, ends=free)).seconds)
+
+
+def _overlap_of(staged: Staged) -> Overlap:
+    """Return what overlaps in a simulation of the plan."""
+    device = staged.chunks.cluster.device
+    return Overlap.of(set(staged.method.overlap) - PRICED, device.collective_share)
+
+
 def simulated(staged: Staged) -> Staged:
     """Return the plan with its step time by simulation of the action lists that the runtime executes."""
     c, method = staged.candidate, staged.method
-    overlap = Overlap.of(set(method.overlap) - PRICED)
+    overlap = _overlap_of(staged)
     seconds = makespan_s(
         lambda microbatches: action_lists(method.schedule, c.pp, microbatches, method.virtual, overlap.early),
         c.microbatches,

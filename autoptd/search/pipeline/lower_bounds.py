@@ -194,7 +194,7 @@ class CandidateBounds:
     _floors: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
     _spread: dict[tuple[int, int, int], tuple[Sharded, Sharded, float]] = field(default_factory=dict)
     _gradients: dict[tuple[tuple[float, ...], int], tuple[float, float]] = field(default_factory=dict)
-    _ends: dict[tuple[float, ...], tuple[float, float]] = field(default_factory=dict)
+    _ends: dict[tuple[tuple[float, ...], bool], tuple[float, float]] = field(default_factory=dict)
 
     def floor_s(self, c: Candidate) -> float:
         """Return the bound from matrix products at the device's sustained rate, for any splits."""
@@ -296,13 +296,13 @@ class CandidateBounds:
         return sum(self._end_s(c))
 
     def _end_s(self, c: Candidate) -> tuple[float, float]:
-        if (key := c.sharded_state) not in self._ends:
+        if (key := (c.sharded_state, c.virtual > 1)) not in self._ends:
             self._ends[key] = self._even_end_s(c)
         return self._ends[key]
 
     def _even_end_s(self, c: Candidate) -> tuple[float, float]:
-        """Return seconds of (reduction; optimizer step and all-gather) for an even share of the parameters on a rank;
-        communication that may overlap with passes is left out."""
+        """Return seconds of (reduction; optimizer step and all-gather) for an even share of the parameters on a rank,
+        as far as passes cannot hide them."""
         task, cluster = self.task, self.task.cluster
         parts = [(numel / (c.tp * c.pp), copies) for numel, copies in self.memory.parts(c)]
         own = int(sum(numel / copies.shards for numel, copies in parts))
@@ -319,9 +319,10 @@ class CandidateBounds:
         reduce_s = 0.0
         for numel, copies in parts:
             reduce_s += numel * full_bucket_s(c, copies, self.method, task.precision, cluster)
-            if c.zero in (1, 2) and copies.shards > 1 and "dp" not in self.method.overlap:
+            if c.zero in (1, 2) and copies.shards > 1 and ("dp" not in self.method.overlap or c.pp == 1):
                 gathered = numel * COMPUTE_BYTES[task.precision]
-                update_s += collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
+                gather_s = collective_s("all_gather", gathered, cluster, copies.shards, copies.stride, c.world)
+                update_s += least_slowdown(self.method, cluster) * gather_s
         return reduce_s, update_s
 
     def shared_out_s(self, c: Candidate, whole: Sequence[Sharded]) -> float:

@@ -113,7 +113,7 @@ class Splitter:
 
     @property
     def contexts(self) -> tuple[str, ...]:
-        """What attention over cp ranks may be."""
+        """Kinds of attention over cp ranks that may be."""
         return (self._method.context,) if "context" in self.task.constraints.fixed else CONTEXTS
 
     def _contexts(self, c: Candidate) -> tuple[str, ...]:

@@ -21,13 +21,14 @@ from autoptd.search.step_end.whole_updates import WholeLoad, WholeUpdates, whole
 
 
 def full_bucket_s(c: Candidate, copies: Copies, method: SearchOptions, precision: str, cluster: Cluster) -> float:
-    """Return seconds per element of reducing a full bucket at the end of a step, which smaller ones take too; 0 if
-    passes may hide them."""
-    if c.zero >= 2 or copies.ranks == 1 or "dp" in method.overlap:
+    """Return seconds per element of reducing a full bucket at the end of a step, which smaller ones take too, as far as
+    passes cannot hide them: those of other chunks may hide all."""
+    if c.zero >= 2 or copies.ranks == 1 or ("dp" in method.overlap and c.virtual > 1):
         return 0.0
     width = (COMPUTE_BYTES if method.gradients == "compute" else MAIN_BYTES)[precision]
     numel = elements_of(method.bucket_bytes, width, c.dp * c.cp)
-    return sum_in_shards_s(numel * width, cluster, copies.ranks, copies.shards, copies.stride, c.world) / numel
+    sum_s = sum_in_shards_s(numel * width, cluster, copies.ranks, copies.shards, copies.stride, c.world)
+    return least_slowdown(method, cluster) * sum_s / numel
 
 
 def full_gather_s(
