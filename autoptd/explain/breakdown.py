@@ -4,18 +4,20 @@
 
 The terms are those of the pipeline rank with most work, over all microbatches. `pipeline_sends` is the gain in a
 simulation where messages between stages take no time; `pipeline_bubble` is the rest of the rank's waiting time.
-`hidden_behind_compute` is negative: work that overlaps with other work, and is counted in its own term too.
+`hidden_behind_compute` is negative: work that overlaps with other work, and is counted in its own term too. Where dp
+hides less than it slows the passes beside it, the difference is `slowed_by_dp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoptd.cost_models.simulate import simulate
-from autoptd.cost_models.step_times import ChunkTimes, StageTimes, times_from_data
-from autoptd.explain.timeline import chunk_times
+from autoptd.cost_models.steady import makespan_s
+from autoptd.cost_models.step_times import ChunkTimes, StageTimes
+from autoptd.explain.timeline import stage_times
 from autoptd.plans.data import PlanData
+from autoptd.schedule import period_of, step_lists
 
 _ROUNDING = 1e-9  # of a step: a smaller remainder is rounding
 
@@ -53,10 +55,10 @@ def time_terms(a: PlanData, b: PlanData) -> tuple[dict[str, float], dict[str, fl
 
 def step_terms(plan: PlanData, passes: bool = True) -> dict[str, float]:
     """Return the seconds of a step by term. `passes`: split compute into forward and backward where possible."""
-    terms = dict(plan.predicted.time_s)
+    terms, by_dp = dict(plan.predicted.time_s), False
     if plan.predicted.times:
-        lists, times, overlap = chunk_times(plan)
-        slowest = max(times, key=_work_s)
+        times, overlap = stage_times(plan)
+        slowest, by_dp = max(times, key=_work_s), overlap.dp
         if passes and _separates_passes(plan):
             compute = terms.pop("compute", 0.0)
             forward = min(compute, plan.schedule.microbatches * sum(c.forward_s for c in slowest.chunks))
@@ -64,17 +66,13 @@ def step_terms(plan: PlanData, passes: bool = True) -> dict[str, float]:
         together = terms.pop("dp_communication", 0.0)
         ends = {"dp_reduce": slowest.reduce_s, "dp_gather": slowest.gather_s}
 
-        def step_s(changed: Callable[[StageTimes], StageTimes] = lambda rank: rank) -> float:
-            return simulate(lists, tuple(map(changed, times)), overlap, plan.route).makespan_s
-
-        exposed_s = step_s() - step_s(_without_ends) if overlap.dp else sum(ends.values())
-        terms |= ends | {"dp_per_microbatch": _rest(plan, together - exposed_s)}
+        terms |= ends | {"dp_per_microbatch": _rest(plan, together - _exposed_end_s(plan))}
         waited = terms.pop("pipeline_bubble", 0.0)
         if plan.mesh.pp > 1 and waited > 0:
-            sends = min(waited, max(0.0, step_s() - step_s(_without_sends)))
+            sends = min(waited, max(0.0, _gain_s(plan, _without_sends)))
             terms |= {"pipeline_sends": sends, "pipeline_bubble": waited - sends}
     hidden = _rest(plan, plan.predicted.step_time_s - sum(terms.values()))
-    terms["hidden_behind_compute" if hidden < 0 else "other"] = hidden
+    terms["hidden_behind_compute" if hidden < 0 else "slowed_by_dp" if by_dp else "other"] = hidden
     return {name: value for name, value in terms.items() if value}
 
 
@@ -90,9 +88,32 @@ def _separates_passes(plan: PlanData) -> bool:
     predicted = plan.predicted
     if not predicted.times or "activation_copies" in predicted.time_s:
         return False
-    slowest = max(times_from_data(predicted.times, plan.mesh.pp, plan.route.shape), key=_work_s)
-    within = predicted.time_s.get("dp_communication", 0.0) - slowest.reduce_s - slowest.gather_s
-    return _rest(plan, within) <= 0
+    return _rest(plan, predicted.time_s.get("dp_communication", 0.0) - _exposed_end_s(plan)) <= 0
+
+
+def _exposed_end_s(plan: PlanData) -> float:
+    """Return the seconds of a step for sums and gathers at its end, as `search.pipeline.evaluate.exposed_end_s`."""
+    times, overlap = stage_times(plan)
+    slowest = max(times, key=_work_s)
+    return max(0.0, _gain_s(plan, _without_ends)) if overlap.dp else slowest.reduce_s + slowest.gather_s
+
+
+def _gain_s(plan: PlanData, changed: Callable[[StageTimes], StageTimes]) -> float:
+    """Return the seconds by which a simulated step is shorter if each rank's times are changed."""
+    times, overlap = stage_times(plan)
+    schedule, pp = plan.schedule, plan.mesh.pp
+
+    def step_s(times: Sequence[StageTimes]) -> float:
+        return makespan_s(
+            lambda microbatches: step_lists(schedule.kind, pp, microbatches, schedule.virtual, overlap.early),
+            schedule.microbatches,
+            times,
+            overlap,
+            period_of(schedule.kind, pp),
+            plan.route,
+        )
+
+    return step_s(times) - step_s(tuple(map(changed, times)))
 
 
 def _rest(plan: PlanData, value: float) -> float:

@@ -129,7 +129,7 @@ class Splitter:
         if context is None:
             solved = self.sharded.get(self.key_of(c))
             context = solved.context if isinstance(solved, Sharded) else self._contexts(c)[0]
-        method = replace(self._method, context=context)
+        method = replace(self._method, context=context)  # type: ignore[arg-type]
         wanted = task.constraints.mesh.get("recompute")
         return ShardingQuery(
             cluster=self._unlimited,
@@ -232,15 +232,15 @@ class Splitter:
         for context in contexts:
             query = self.question(c, context)
             if self._pass_s(c, self.known.tensors(query).priced(solved.sharding)) < self._pass_s(c, solved):
-                other = self.known.sharded(query)
-                if isinstance(other[1], Sharded):
-                    tensors, solved = other
+                anew, found = self.known.sharded(query)
+                if isinstance(found, Sharded):
+                    tensors, solved = anew, found
         return tensors, solved
 
     def _pass_s(self, c: Candidate, sharded: Sharded) -> float:
         """Return the seconds of a microbatch through the whole model, with communication over cp ranks, and with the
         price of what it keeps."""
-        seconds, method = sharded.seconds, replace(self._method, context=sharded.context)
+        seconds, method = sharded.seconds, replace(self._method, context=sharded.context)  # type: ignore[arg-type]
         for n, cost in sharded.every_kind if c.cp > 1 else ():
             seconds += n * sum(context_seconds(cost, method, self._unlimited, c.cp, c.tp, c.world))
         return seconds + self._byte_s(c) * sharded.kept_bytes

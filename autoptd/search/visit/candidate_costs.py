@@ -83,5 +83,6 @@ class CandidateCosts:
         assert isinstance(sharded, Sharded)
         chosen = {name: getattr(c, name) for name in ("cp", "ep", "etp", "schedule", "virtual", "shards")}
         blocks = self._blocks.setdefault((key, c.ep, c.etp, c.recompute), {})
-        method = replace(self.method, context=sharded.context if c.cp > 1 else self.method.context, **chosen)
+        chosen |= {"context": sharded.context} if c.cp > 1 else {}
+        method = replace(self.method, **chosen)
         return Stages(self.tensors(c), sharded, c, method, task.precision, task.optimizer, task.cluster, blocks)
