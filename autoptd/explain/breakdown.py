@@ -65,7 +65,6 @@ def step_terms(plan: PlanData, passes: bool = True) -> dict[str, float]:
             terms = {"forward_compute": forward, "backward_compute": compute - forward, **terms}
         together = terms.pop("dp_communication", 0.0)
         ends = {"dp_reduce": slowest.reduce_s, "dp_gather": slowest.gather_s}
-
         terms |= ends | {"dp_per_microbatch": _rest(plan, together - _exposed_end_s(plan))}
         waited = terms.pop("pipeline_bubble", 0.0)
         if plan.mesh.pp > 1 and waited > 0:

@@ -238,12 +238,11 @@ class Splitter:
         return tensors, solved
 
     def _pass_s(self, c: Candidate, sharded: Sharded) -> float:
-        """Return the seconds of a microbatch through the whole model, with communication over cp ranks, and with the
-        price of what it keeps."""
+        """Return the seconds of a microbatch through the whole model, with communication over cp ranks."""
         seconds, method = sharded.seconds, replace(self._method, context=sharded.context)  # type: ignore[arg-type]
         for n, cost in sharded.every_kind if c.cp > 1 else ():
             seconds += n * sum(context_seconds(cost, method, self._unlimited, c.cp, c.tp, c.world))
-        return seconds + self._byte_s(c) * sharded.kept_bytes
+        return seconds
 
     def in_every_context(self, c: Candidate) -> list[Sharded]:
         """Return the split tensors of a candidate in each context that may be, as far as they can be split."""
