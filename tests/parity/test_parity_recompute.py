@@ -198,7 +198,7 @@ def source(name: str) -> TracedModel:
 
 def made_for(name: str, tp: int, policy: str, cp: int = 1, **how: Any) -> Parallel:
     origin = source(name)
-    constraints = {"dp": 1, "cp": cp, "tp": tp, "pp": 1, "micro": 2, "recompute": policy, **how}
+    constraints = {"dp": 1, "cp": cp, "context": "ring", "tp": tp, "pp": 1, "micro": 2, "recompute": policy, **how}
     plan = make_plan(
         origin,
         world=tp * cp,
