@@ -13,6 +13,8 @@ from torch import fx
 
 from autoptd.passes.opcall import OpCall, Size, TensorInfo, target_name
 
+# ops that write running statistics in training, though their schemas do not say so (torch 2.13)
+_NORMS = ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "instance_norm")
 _OWN = f"{Path(__file__).parent}/"  # the files of these packages
 
 
@@ -101,6 +103,19 @@ def user_op_name(node: fx.Node) -> str:
 def op_name(node: fx.Node) -> str:
     """Return `linear` for `aten.linear.default`, and the function's name for any other target."""
     return target_name(node.target)
+
+
+def writes_unread(node: fx.Node) -> bool:
+    """Return whether a node does something even if nothing reads it: it writes to a tensor. Draws do not: by keys."""
+    of_statistics = op_name(node) in _NORMS and len(node.args) > 5 and node.args[3] is not None and bool(node.args[5])
+    return of_statistics or node.is_impure(impure_random=False)
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Remove nodes without readers, except those that write."""
+    for node in reversed(graph.nodes):
+        if not node.users and not writes_unread(node):
+            graph.erase_node(node)
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from autoptd.passes.graph import op_name, substitute
+from autoptd.passes.graph import drop_unread, op_name, substitute
 from autoptd.passes.normalise.drop import drop_asserts
 from autoptd.passes.normalise.view_writes import writes_to
 
@@ -54,7 +54,7 @@ def without_rows(program: ExportedProgram, sizes: set[sympy.Symbol], zeros: set[
         for node in reversed(list(graph.nodes)):
             if op_name(node) == "detach_" and not node.users:  # of a constant, such as the number of an expert
                 graph.erase_node(node)
-        graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))  # numbers are drawn by key
+        drop_unread(graph)
     return SimpleNamespace(graph=graph, graph_signature=program.graph_signature, constants=program.constants)
 
 

@@ -16,7 +16,7 @@ from autoptd.errors import TraceError
 from autoptd.passes.batch.batch_independence import refuse_mixed_samples
 from autoptd.passes.custom_grad.calls import write_own_calls
 from autoptd.passes.custom_grad.proof import prove_own
-from autoptd.passes.graph import source_line
+from autoptd.passes.graph import drop_unread, source_line
 from autoptd.passes.loops.same_program import drop_unread_constants
 from autoptd.passes.loops.write_joined import write_joined_pieces
 from autoptd.passes.losses.batch_counts import drop_unread_counts, take_counts_over_batch
@@ -92,16 +92,9 @@ def run_passes(traced: Traced, passes: Sequence[Pass], *, check_each: bool = Fal
     graph = traced.graph.graph
     for step in passes:
         step(graph, traced)
-        _drop_dead(graph)
+        drop_unread(graph)
         if check_each:
             graph.lint()
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    """Remove nodes without readers, except those that write; random draws count as pure."""
-    for node in reversed(graph.nodes):
-        if not node.users and not node.is_impure(impure_random=False):
-            graph.erase_node(node)
 
 
 def inline_regions(graph: fx.Graph, traced: Traced) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.graph import op_name
+from autoptd.passes.graph import drop_unread, op_name
 from autoptd.passes.loops.join import JOIN
 from autoptd.passes.rewrites.row_selections import selection
 from autoptd.passes.rewrites.traced_values import refresh, unknown, written
@@ -35,7 +35,7 @@ def write_rejoined_rows(graph: fx.Graph, traced: Traced) -> None:
             _read_by_numbers(graph, node, masks)
         elif node.target in (aten.cat.default, JOIN) and (whole := _joined(graph, node, masks)) is not None:
             node.replace_all_uses_with(whole)
-            graph.eliminate_dead_code()
+            drop_unread(graph)
 
 
 def _read_by_numbers(graph: fx.Graph, node: fx.Node, masks: dict[Any, fx.Node]) -> None:

@@ -4,6 +4,7 @@ residual   convolutions with batch norms and skips, downsampled, as in a ResNet;
 mlp        BatchNorm1d over [b, c]: of a moving average, of an average over all steps, without running statistics
 tokens     BatchNorm1d over tokens [b, c, l] beside attention, as in PatchTST; a SyncBatchNorm
 by_hand    a batch norm of one's own, with detached averages, a norm over the batch, and a mean that a loss reads too
+unread     norms whose results nothing reads, though they update their statistics
 volumes    BatchNorm3d; a layer that runs twice, and updates its statistics twice
 """
 
@@ -61,6 +62,25 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.layers(x)), label)
+
+
+class Unread(nn.Module):
+    """Layers with norms whose results go nowhere: their statistics change all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.norms = nn.ModuleList((nn.BatchNorm1d(16), nn.BatchNorm1d(16, momentum=None)))
+        self.observer, self.head = nn.BatchNorm1d(16, affine=False), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        for line, norm in zip(self.lines, self.norms, strict=True):
+            x = line(x)
+            norm(x)
+            x = F.gelu(x)
+        with torch.no_grad():
+            self.observer(x)
+        return F.cross_entropy(self.head(x), label)
 
 
 class OfTarget(nn.Module):
@@ -199,5 +219,6 @@ NORMED: Mapping[str, Callable[[], Case]] = {
     "normed_mlp": lambda: _labelled(Mlp, "x", 16),
     "normed_tokens": lambda: _of_tokens(Tokens),
     "normed_by_hand": lambda: _of_tokens(Standardised),
+    "normed_unread": lambda: _labelled(Unread, "x", 16),
     "normed_volumes": lambda: _labelled(Volumes, "x", 2, 4, 5, 6),
 }

@@ -69,6 +69,8 @@ WAYS = [
     ("normed_by_hand", Mesh(dp=8), {}),
     ("normed_by_hand", Mesh(dp=2, cp=2), {"recompute": "full"}),
     ("normed_by_hand", Mesh(dp=2, tp=2, pp=2), {"zero": 0}),
+    ("normed_unread", Mesh(dp=2), {}),
+    ("normed_unread", Mesh(dp=2, tp=2, pp=2), {"recompute": "full"}),
     ("normed_volumes", Mesh(dp=4, pp=2), {"recompute": "full"}),
     ("normed_volumes", Mesh(dp=2, tp=2), {}),
 ]

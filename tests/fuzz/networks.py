@@ -1,0 +1,224 @@
+"""Random networks of layers on random meshes: each trains as on one process, or is refused by an error of autoptd.
+
+    python -m tests.fuzz.networks --count 300 --seed 0        print a table of the outcomes
+    python -m tests.fuzz.networks --seed 17 --show            print one of them and the constraints of its plan
+
+A network is written from pieces (tests/fuzz/pieces.py) that are put together into one or two kinds of layers, which
+read early tensors and hand tensors on; embeddings, heads or whole layers may be tied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.pieces import EDGES, LOSSES, MIXERS, NORMS, TERMS, Piece
+from tests.fuzz.programs import compared
+
+SAMPLES, _SEQ, _WIDTH, _VOCAB = 8, 8, 16, 12
+_HEAD = f"""import math
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+W, H, D, V, s = {_WIDTH}, 4, {_WIDTH // 4}, {_VOCAB}, {_SEQ}
+eye = torch.eye(s, dtype=torch.bool)
+"""
+
+
+@dataclass
+class _Body:
+    """The lines of a module that is being written, and the tensors that the next piece may read."""
+
+    rng: random.Random
+    pool: list[str]
+    layer: str  # the layer's number in the text
+    init: list[str]
+    forward: list[str]
+
+    def add(self, pieces: Sequence[Piece], number: int) -> None:
+        """Write a piece; what it makes is the newest tensor of the pool."""
+        piece = self.rng.choice(pieces)
+        x = self.pool[-1] if self.rng.random() < 0.8 else self.rng.choice(self.pool)
+        names = {"n": str(number), "i": self.layer, "x": x, "y": self.rng.choice(self.pool[-4:]), "o": f"x{number}"}
+        self.init += _filled(piece.init, names)
+        self.forward += _filled(piece.forward, names)
+        self.pool.append(f"x{number}")
+
+
+def _filled(text: str, names: Mapping[str, str]) -> list[str]:
+    for name, value in names.items():
+        text = text.replace("{" + name + "}", value)
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "".join(f"        {line}\n" for line in lines)
+
+
+def _block(rng: random.Random, name: str, layers: int) -> str:
+    body = _Body(rng, ["early", "x"], "self.i", ["self.i = i"], ["b, s = ids.shape"])
+    for number in range(rng.randint(1, 4)):
+        body.add(rng.choices([MIXERS, NORMS, EDGES], [5, 2, 3])[0], number)
+    out = body.pool[-1]
+    how = rng.random()
+    returned = f"{out} + x" if how < 0.3 else f"({out}).tanh()" if how < 0.5 else out
+    if rng.random() < 0.3:
+        body.forward.append(f"memo = memo + {out}.mean(1) * 0.1")
+    init = [line.replace("L,", f"{layers},") for line in body.init]
+    return (
+        f"\n\nclass {name}(nn.Module):\n    def __init__(self, i):\n        super().__init__()\n{_indented(init)}\n"
+        f"    def forward(self, x, early, side, memo, mask, ids):\n{_indented(body.forward)}"
+        f"        return {returned}, memo\n"
+    )
+
+
+def network_text(rng: random.Random) -> str:
+    """Write a module `Net` whose forward takes ids, labels, mask and targets, and returns a loss."""
+    layers = rng.randint(2, 5)
+    kinds = rng.choice([1, 1, 1, 2])
+    blocks = "".join(_block(rng, f"Block{kind}", layers) for kind in range(kinds))
+    shared = rng.random()
+    front = _Body(rng, ["side", "x"], "0", [], [])
+    for number in range(rng.choice([0, 0, 1, 2])):
+        front.add(rng.choice([MIXERS, EDGES]), number)
+    init = [
+        "self.table, self.places = nn.Embedding(V, W), nn.Embedding(s, W)",
+        f"self.layers = nn.ModuleList(Block0(i) if i % {kinds} == 0 else Block{kinds - 1}(i) for i in range({layers}))",
+        "self.norm = nn.LayerNorm(W)" if rng.random() < 0.6 else "self.norm = nn.Identity()",
+        "self.head = nn.Linear(W, V, bias=False)",
+        *(["self.head.weight = self.table.weight"] if rng.random() < 0.4 else []),
+        *(["self.layers[-1] = self.layers[0]"] if shared < 0.07 else []),
+        *(["self.before = nn.Linear(W, W)"] if rng.random() < 0.5 else ["self.before = nn.Tanh()"]),
+    ]
+    early = rng.choice(["first", "first", "x", "kept[0]", "kept[-1]", "side"])
+    terms = [f" + {term}" for term in rng.sample(TERMS, rng.choice([0, 0, 1, 2]))]
+    lines = [
+        "b, s = ids.shape",
+        "x = self.table(ids) + self.places(torch.arange(s))",  # equal tokens would be ties of sorts
+        "side = self.before(x)" if rng.random() < 0.5 else "side = self.before(torch.sin(targets))",
+        "memo = torch.zeros(b, W, dtype=x.dtype)",
+        *front.forward,
+        f"first = x = {front.pool[-1]}",
+        "kept = [x]",
+        "for layer in self.layers:",
+        f"    x, memo = layer(x, {early}, side, memo, mask, ids)",
+        "    kept.append(x)",
+        *(["x = torch.stack(kept).mean(0)"] if rng.random() < 0.15 else []),
+        *(["x = x + memo[:, None]"] if rng.random() < 0.3 else []),
+        "x = self.norm(x)",
+        "logits = self.head(x)",
+        f"return {rng.choice(LOSSES)}{''.join(terms)}",
+    ]
+    return (
+        f"{_HEAD}{blocks}\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"{_indented([line.replace('L,', f'{layers},') for line in front.init] + init)}\n"
+        f"    def forward(self, ids, labels, mask, targets):\n{_indented(lines)}"
+    )
+
+
+def random_fix(rng: random.Random) -> dict[str, Any]:
+    """Return constraints, which may have no plan."""
+    cuts = [1, 1, 1, 1]
+    for _ in range(rng.randint(1, 3)):
+        cuts[rng.choice([0, 1, 1, 2, 2, 3])] *= 2
+    dp, tp, pp, cp = cuts
+    fix: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+    fix["micro"] = rng.choice([1, 2, 2, 4, SAMPLES]) if rng.random() < 0.8 else SAMPLES // dp
+    if dp * cp > 1 and rng.random() < 0.7:
+        fix["zero"] = rng.choice([0, 1, 2, 3])
+    if rng.random() < 0.6:
+        fix["recompute"] = rng.choice(["none", "full", "selective"])
+    if pp > 1 and rng.random() < 0.6:
+        fix["schedule"] = rng.choice(["1f1b", "gpipe", "zero-bubble", "interleaved", "zero-bubble-v"])
+        if fix["schedule"] in ("interleaved", "zero-bubble-v"):
+            fix["virtual"] = 2
+    if rng.random() < 0.3:
+        fix["sequence_parallel"] = rng.random() < 0.5
+    return fix
+
+
+def random_batch(rng: random.Random) -> dict[str, Tensor]:
+    """Return the inputs of SAMPLES samples."""
+    made = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    labels = torch.randint(_VOCAB, (SAMPLES, _SEQ), generator=made)
+    labels[torch.rand(SAMPLES, _SEQ, generator=made) < 0.3] = -100
+    return {
+        "ids": torch.randint(_VOCAB, (SAMPLES, _SEQ), generator=made),
+        "labels": labels,
+        "mask": torch.rand(SAMPLES, _SEQ, generator=made) < 0.6,
+        "targets": torch.randn(SAMPLES, _SEQ, _WIDTH, generator=made, dtype=torch.float64),
+    }
+
+
+def loaded(text: str, folder: Path, seed: int) -> nn.Module:
+    """Return a Net of the text, in fp64, whose parameters are all random."""
+    path = folder / f"net{seed}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"net{seed}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    torch.manual_seed(seed)
+    spec.loader.exec_module(module)
+    net: nn.Module = module.Net().double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn_like(p), alpha=0.05)
+    return net
+
+
+def outcome(seed: int, folder: Path) -> str:
+    """Train a network both ways; see `compared`."""
+    rng = random.Random(seed)
+    text, fix = network_text(rng), random_fix(rng)
+    batches, optimizer = [random_batch(rng), random_batch(rng)], rng.choice(["sgd", "adamw"])
+    return compared(loaded(text, folder, seed), batches, fix, SAMPLES, optimizer=optimizer)
+
+
+def run(seeds: Sequence[int], say: Callable[[str], object] = print) -> Counter[str]:
+    """Return counts by outcome of the networks of these seeds; faults are reported as they are found."""
+    found: Counter[str] = Counter()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in seeds:
+            result = outcome(seed, Path(folder))
+            found[result if result.startswith(("equal", "refused", "no")) else result.split(" ")[0]] += 1
+            if result.startswith(("off", "raw")):
+                say(f"seed {seed}: {result}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.networks", description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--show", action="store_true", help="print the network of the seed and its plan's constraints")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.show:
+        rng = random.Random(arguments.seed)
+        print(network_text(rng), f"# {random_fix(rng)}", sep="\n")
+        return 0
+    began = time.perf_counter()
+    found = run(range(arguments.seed, arguments.seed + arguments.count), lambda text: print(text, flush=True))
+    for what, count in found.most_common():
+        print(f"{count:6}  {what}")
+    print(f"{arguments.count} networks, seeds from {arguments.seed}, {time.perf_counter() - began:.0f} s")
+    return int(any(what.startswith(("off", "raw")) for what in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
