@@ -47,6 +47,7 @@ SAMPLED = {
     "export/test_torch_ranks.py::test_gradients_are_those_of_one_process": 0,
     "export/test_torch_ranks.py::test_tensors_that_the_plan_splits_are_split": 0,
     "fuzz/test_fuzz.py::test_corrupted_plans_and_clusters": 0,
+    "fuzz/test_fuzz.py::test_random_networks_train_as_on_one_process_or_are_refused": 0,
     "fuzz/test_fuzz.py::test_random_programs_train_as_on_one_process_or_are_refused": 0,
     "hostile/test_clusters.py::test_a_cluster_file_is_refused_at_once": 4,
     "hostile/test_clusters.py::test_implausible_worlds_and_batches": 0,

@@ -271,7 +271,7 @@ def compared(
 def _differences(found: Trained, alone: Trained, with_state: bool) -> dict[str, float]:
     losses = enumerate(zip(found.losses, alone.losses, strict=True))
     off = {f"loss {step}": abs(x - y) / max(abs(y), 1e-12) for step, (x, y) in losses}
-    off |= differences(found.gradients, alone.gradients)
+    off |= {f"the gradient of {n}": error for n, error in differences(found.gradients, alone.gradients).items()}
     return off | (differences(found.state, alone.state) if with_state else {})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
-from tests.fuzz import checkpoint_json, damaged, loading, programs
+from autoptd.testing.parity import Trained, train_in_lockstep
+from tests.fuzz import checkpoint_json, damaged, loading, networks, programs
 from tests.fuzz import files as data_files
 from tests.fuzz.__main__ import run, run_checkpoints
 from tests.fuzz.bases import planned
@@ -187,3 +189,22 @@ def test_random_programs_train_as_on_one_process_or_are_refused(updates: bool, c
     faults: list[str] = []
     ends = programs.run(range(count), faults.append, updates=updates)
     assert faults == [] and ends["equal"] > equal and sum(n for end, n in ends.items() if end.startswith("refused")) > 3
+
+
+def test_random_networks_train_as_on_one_process_or_are_refused() -> None:
+    """`python -m tests.fuzz.networks --count 2000` draws more of them."""
+    faults: list[str] = []
+    ends = networks.run(range(24), faults.append)
+    assert faults == [] and ends["equal"] > 8 and sum(n for end, n in ends.items() if end.startswith("refused")) > 3
+
+
+def test_a_wrong_number_of_a_network_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The judge itself reports a gradient that is a little wrong, and does not take it for rounding."""
+    assert networks.outcome(1, tmp_path) == "equal"
+
+    def spoilt(*given: Any) -> Trained:
+        found = train_in_lockstep(*given)
+        return replace(found, gradients={name: x * (1 + 1e-7) for name, x in found.gradients.items()})
+
+    monkeypatch.setattr(programs, "train_in_lockstep", spoilt)
+    assert networks.outcome(1, tmp_path).startswith("off by 1.0e-07 in the gradient of ")
