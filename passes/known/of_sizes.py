@@ -63,6 +63,16 @@ def diagonal(input: Tensor, offset: int = 0) -> Tensor:
     return diag(input, offset)
 
 
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """Return the elements of `input` at `indices` along `dim`, all other dims broadcast; without `dim`, of all."""
+    if dim is None:
+        return input.flatten().gather(0, indices.flatten())
+    sizes = [*torch.broadcast_shapes(input.select(dim, 0).shape, indices.select(dim, 0).shape)]
+    dim %= input.ndim
+    own, others = ([*sizes[:dim], x.size(dim), *sizes[dim:]] for x in (input, indices))
+    return input.expand(own).gather(dim, indices.expand(others))
+
+
 def is_known(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call is one of these functions, with arguments that it takes here."""
     if func is Tensor.fill_diagonal_:
@@ -70,6 +80,8 @@ def is_known(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     if func in _DIAGONALS:
         sized = any(isinstance(x, SymInt) for x in (*args[1:], *kwargs.values()))
         return sized and bool(args[0].ndim == 2) and len(args) + len(kwargs) == 2
+    if func in (torch.take_along_dim, Tensor.take_along_dim) and (len(args) > 2 or kwargs.get("dim") is not None):
+        return bool(args[0].ndim == (args[1] if len(args) > 1 else kwargs["indices"]).ndim)
     return func in OF_SIZES and not {"fweights", "aweights"} & kwargs.keys()
 
 
@@ -87,5 +99,7 @@ OF_SIZES: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.affine_grid: affine_grid,
     torch.affine_grid_generator: affine_grid,
     Tensor.fill_diagonal_: fill_diagonal_,
+    torch.take_along_dim: take_along_dim,
+    Tensor.take_along_dim: take_along_dim,
     **_DIAGONALS,
 }

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoptd.passes.known.of_sizes import affine_grid, diag, diagonal
+from autoptd.passes.known.of_sizes import affine_grid, diag, diagonal, take_along_dim
 from autoptd.passes.trace.trace import trace
 
 
@@ -72,3 +72,32 @@ def test_the_place_of_a_diagonal_stays_a_size() -> None:
 def test_diagonals_are_those_of_torch(place: int) -> None:
     x = torch.randn(4, 6)
     assert torch.equal(diag(x, place), x.diag(place)) and torch.equal(diagonal(x, place), x.diagonal(place))
+
+
+class Sorted(Pairs):
+    """Tokens in the order of their norms, taken by indices that have no place for features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        norms, at = y.norm(dim=-1).sort(dim=1)
+        taken = y.take_along_dim(at[..., None], 1) * torch.take_along_dim(norms, at, dim=-1)[..., None]
+        return (taken * torch.arange(4)[:, None]).sum()
+
+
+def test_the_number_of_samples_of_indices_that_are_broadcast_stays_a_size() -> None:
+    assert [str(s) for s in trace(Sorted(), {"x": torch.randn(2, 4, 4)}).sizes] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "indices", "dim"),
+    [
+        ((3, 4, 5), (3, 4, 1), 1),
+        ((3, 4, 5), (1, 6, 5), -2),
+        ((3, 1, 5), (3, 4, 2), 2),
+        ((4,), (7,), 0),
+        ((2, 3), (8,), None),
+    ],
+)
+def test_elements_are_those_that_torch_takes(shape: tuple[int, ...], indices: tuple[int, ...], dim: int | None) -> None:
+    x, at = torch.randn(shape), torch.randint(0, 1 if dim is None else shape[dim], indices)
+    assert torch.equal(take_along_dim(x, at, dim), torch.take_along_dim(x, at, dim))
