@@ -25,16 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.pieces import EDGES, LOSSES, MIXERS, NORMS, TERMS, Piece
+from tests.fuzz.pieces import PICTURES, TOKENS, Family, Piece
 from tests.fuzz.programs import compared
 
 SAMPLES, _SEQ, _WIDTH, _VOCAB = 8, 8, 16, 12
+_SIDE = 4  # of a picture, in pixels
 _HEAD = f"""import math
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-W, H, D, V, s = {_WIDTH}, 4, {_WIDTH // 4}, {_VOCAB}, {_SEQ}
+W, H, D, V, s, p = {_WIDTH}, 4, {_WIDTH // 4}, {_VOCAB}, {_SEQ}, {_SIDE}
 eye = torch.eye(s, dtype=torch.bool)
 """
 
@@ -69,72 +70,71 @@ def _indented(lines: Sequence[str]) -> str:
     return "".join(f"        {line}\n" for line in lines)
 
 
-def _block(rng: random.Random, name: str, layers: int) -> str:
-    body = _Body(rng, ["early", "x"], "self.i", ["self.i = i"], ["b, s = ids.shape"])
+def _block(rng: random.Random, family: Family, name: str, layers: int) -> str:
+    body = _Body(rng, ["early", "x"], "self.i", ["self.i = i"], [family.sizes])
     for number in range(rng.randint(1, 4)):
-        body.add(rng.choices([MIXERS, NORMS, EDGES], [5, 2, 3])[0], number)
+        body.add(rng.choices([family.mixers, family.norms, family.edges], [5, 2, 3])[0], number)
     out = body.pool[-1]
     how = rng.random()
     returned = f"{out} + x" if how < 0.3 else f"({out}).tanh()" if how < 0.5 else out
     if rng.random() < 0.3:
-        body.forward.append(f"memo = memo + {out}.mean(1) * 0.1")
+        body.forward.append(f"memo = memo + {family.pooled.format(x=out)} * 0.1")
     init = [line.replace("L,", f"{layers},") for line in body.init]
     return (
         f"\n\nclass {name}(nn.Module):\n    def __init__(self, i):\n        super().__init__()\n{_indented(init)}\n"
-        f"    def forward(self, x, early, side, memo, mask, ids):\n{_indented(body.forward)}"
+        f"    def forward(self, x, early, side, memo, mask, {family.given}):\n{_indented(body.forward)}"
         f"        return {returned}, memo\n"
     )
 
 
-def network_text(rng: random.Random) -> str:
-    """Write a module `Net` whose forward takes ids, labels, mask and targets, and returns a loss."""
+def network_text(rng: random.Random, family: Family = TOKENS) -> str:
+    """Write a module `Net` whose forward takes the family's input, labels, mask and targets, and returns a loss."""
     layers = rng.randint(2, 5)
     kinds = rng.choice([1, 1, 1, 2])
-    blocks = "".join(_block(rng, f"Block{kind}", layers) for kind in range(kinds))
-    shared = rng.random()
+    blocks = "".join(_block(rng, family, f"Block{kind}", layers) for kind in range(kinds))
     front = _Body(rng, ["side", "x"], "0", [], [])
     for number in range(rng.choice([0, 0, 1, 2])):
-        front.add(rng.choice([MIXERS, EDGES]), number)
+        front.add(rng.choice([family.mixers, family.edges]), number)
     init = [
-        "self.table, self.places = nn.Embedding(V, W), nn.Embedding(s, W)",
+        *family.init,
         f"self.layers = nn.ModuleList(Block0(i) if i % {kinds} == 0 else Block{kinds - 1}(i) for i in range({layers}))",
-        "self.norm = nn.LayerNorm(W)" if rng.random() < 0.6 else "self.norm = nn.Identity()",
         "self.head = nn.Linear(W, V, bias=False)",
-        *(["self.head.weight = self.table.weight"] if rng.random() < 0.4 else []),
-        *(["self.layers[-1] = self.layers[0]"] if shared < 0.07 else []),
-        *(["self.before = nn.Linear(W, W)"] if rng.random() < 0.5 else ["self.before = nn.Tanh()"]),
+        *(["self.norm = nn.Identity()"] if rng.random() < 0.4 else []),
+        *(["self.head.weight = self.table.weight"] if family is TOKENS and rng.random() < 0.4 else []),
+        *(["self.layers[-1] = self.layers[0]"] if rng.random() < 0.07 else []),
+        *(["self.before = nn.Tanh()"] if rng.random() < 0.5 else []),
     ]
     early = rng.choice(["first", "first", "x", "kept[0]", "kept[-1]", "side"])
-    terms = [f" + {term}" for term in rng.sample(TERMS, rng.choice([0, 0, 1, 2]))]
+    terms = [f" + {term}" for term in rng.sample(family.terms, rng.choice([0, 0, 1, 2]))]
     lines = [
-        "b, s = ids.shape",
-        "x = self.table(ids) + self.places(torch.arange(s))",  # equal tokens would be ties of sorts
+        family.sizes,
+        family.begin,
         "side = self.before(x)" if rng.random() < 0.5 else "side = self.before(torch.sin(targets))",
         "memo = torch.zeros(b, W, dtype=x.dtype)",
         *front.forward,
         f"first = x = {front.pool[-1]}",
         "kept = [x]",
         "for layer in self.layers:",
-        f"    x, memo = layer(x, {early}, side, memo, mask, ids)",
+        f"    x, memo = layer(x, {early}, side, memo, mask, {family.given})",
         "    kept.append(x)",
         *(["x = torch.stack(kept).mean(0)"] if rng.random() < 0.15 else []),
-        *(["x = x + memo[:, None]"] if rng.random() < 0.3 else []),
+        *([f"x = x + {family.spread}"] if rng.random() < 0.3 else []),
         "x = self.norm(x)",
-        "logits = self.head(x)",
-        f"return {rng.choice(LOSSES)}{''.join(terms)}",
+        *(["logits = self.head(x)"] if family is TOKENS else []),
+        f"return {rng.choice(family.losses)}{''.join(terms)}",
     ]
     return (
         f"{_HEAD}{blocks}\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         f"{_indented([line.replace('L,', f'{layers},') for line in front.init] + init)}\n"
-        f"    def forward(self, ids, labels, mask, targets):\n{_indented(lines)}"
+        f"    def forward(self, {family.given}, labels, mask, targets):\n{_indented(lines)}"
     )
 
 
-def random_fix(rng: random.Random) -> dict[str, Any]:
+def random_fix(rng: random.Random, family: Family = TOKENS) -> dict[str, Any]:
     """Return constraints, which may have no plan."""
     cuts = [1, 1, 1, 1]
     for _ in range(rng.randint(1, 3)):
-        cuts[rng.choice([0, 1, 1, 2, 2, 3])] *= 2
+        cuts[rng.choice([0, 1, 1, 2, 2, *([3] if family is TOKENS else [])])] *= 2
     dp, tp, pp, cp = cuts
     fix: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
     fix["micro"] = rng.choice([1, 2, 2, 4, SAMPLES]) if rng.random() < 0.8 else SAMPLES // dp
@@ -151,17 +151,21 @@ def random_fix(rng: random.Random) -> dict[str, Any]:
     return fix
 
 
-def random_batch(rng: random.Random) -> dict[str, Tensor]:
-    """Return the inputs of SAMPLES samples."""
+def random_batch(rng: random.Random, family: Family = TOKENS) -> dict[str, Tensor]:
+    """Return the inputs of SAMPLES samples; a picture has as many places as a sequence has tokens."""
     made = torch.Generator().manual_seed(rng.randrange(1 << 30))
-    labels = torch.randint(_VOCAB, (SAMPLES, _SEQ), generator=made)
-    labels[torch.rand(SAMPLES, _SEQ, generator=made) < 0.3] = -100
-    return {
-        "ids": torch.randint(_VOCAB, (SAMPLES, _SEQ), generator=made),
-        "labels": labels,
-        "mask": torch.rand(SAMPLES, _SEQ, generator=made) < 0.6,
-        "targets": torch.randn(SAMPLES, _SEQ, _WIDTH, generator=made, dtype=torch.float64),
-    }
+    places = _SEQ if family is TOKENS else _SIDE * _SIDE
+    labels = torch.randint(_VOCAB, (SAMPLES, places), generator=made)
+    labels[torch.rand(SAMPLES, places, generator=made) < 0.3] = -100
+    mask = torch.rand(SAMPLES, places, generator=made) < 0.6
+    targets = torch.randn(SAMPLES, places, _WIDTH, generator=made, dtype=torch.float64)
+    if family is TOKENS:
+        ids = torch.randint(_VOCAB, (SAMPLES, places), generator=made)
+        return {"ids": ids, "labels": labels, "mask": mask, "targets": targets}
+    image = torch.randn(SAMPLES, 3, _SIDE, _SIDE, generator=made, dtype=torch.float64)
+    shape = _SIDE, _SIDE
+    targets = targets.transpose(1, 2).unflatten(2, shape).contiguous()
+    return {"image": image, "labels": labels, "mask": mask.unflatten(1, shape), "targets": targets}
 
 
 def loaded(text: str, folder: Path, seed: int) -> nn.Module:
@@ -180,21 +184,21 @@ def loaded(text: str, folder: Path, seed: int) -> nn.Module:
     return net
 
 
-def outcome(seed: int, folder: Path) -> str:
+def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
     """Train a network both ways; see `compared`."""
     rng = random.Random(seed)
-    text, fix = network_text(rng), random_fix(rng)
-    batches, optimizer = [random_batch(rng), random_batch(rng)], rng.choice(["sgd", "adamw"])
+    text, fix = network_text(rng, family), random_fix(rng, family)
+    batches, optimizer = [random_batch(rng, family) for _ in range(2)], rng.choice(["sgd", "adamw"])
     return compared(loaded(text, folder, seed), batches, fix, SAMPLES, optimizer=optimizer)
 
 
-def run(seeds: Sequence[int], say: Callable[[str], object] = print) -> Counter[str]:
+def run(seeds: Sequence[int], say: Callable[[str], object] = print, family: Family = TOKENS) -> Counter[str]:
     """Return counts by outcome of the networks of these seeds; faults are reported as they are found."""
     found: Counter[str] = Counter()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
-            result = outcome(seed, Path(folder))
+            result = outcome(seed, Path(folder), family)
             found[result if result.startswith(("equal", "refused", "no")) else result.split(" ")[0]] += 1
             if result.startswith(("off", "raw")):
                 say(f"seed {seed}: {result}")
@@ -205,15 +209,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.networks", description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--pictures", action="store_true", help="draw networks of pictures instead of tokens")
     parser.add_argument("--show", action="store_true", help="print the network of the seed and its plan's constraints")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    family = PICTURES if arguments.pictures else TOKENS
     if arguments.show:
         rng = random.Random(arguments.seed)
-        print(network_text(rng), f"# {random_fix(rng)}", sep="\n")
+        print(network_text(rng, family), f"# {random_fix(rng, family)}", sep="\n")
         return 0
     began = time.perf_counter()
-    found = run(range(arguments.seed, arguments.seed + arguments.count), lambda text: print(text, flush=True))
+    seeds = range(arguments.seed, arguments.seed + arguments.count)
+    found = run(seeds, lambda text: print(text, flush=True), family)
     for what, count in found.most_common():
         print(f"{count:6}  {what}")
     print(f"{arguments.count} networks, seeds from {arguments.seed}, {time.perf_counter() - began:.0f} s")

@@ -1,8 +1,9 @@
 # ruff: noqa: E501  lines of pieces
 """Pieces of random models, as text: lines of `__init__`, and lines of `forward` that make {o} from {x} and {y}.
 
-All three are (b, s, W) tensors. {n} is a number of the piece's own, {i} the layer's; `mask` is (b, s) and bool, `side`
-is (b, s, W) and comes from before the layers. W = H · D features, H heads.
+{x}, {y} and {o} are tensors of one shape: (b, s, W) in a model of tokens, (b, W, p, p) in one of pictures. {n} is a
+number of the piece's own, {i} the layer's. `side` has their shape too and comes from before the layers; `mask` is bool
+and has no features. W = H · D features, H heads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,26 @@ class Piece(NamedTuple):
     forward: str
 
 
+class Family(NamedTuple):
+    """The pieces of a sort of models, and the lines around their layers.
+
+    given: the first input, also of every layer. sizes: the line that reads sizes from it. init, begin: lines that make
+    the modules around the layers, and x before them. pooled, spread: a mean over places, and memo as wide as x.
+    """
+
+    given: str
+    sizes: str
+    init: tuple[str, ...]
+    begin: str
+    pooled: str
+    spread: str
+    mixers: list[Piece]
+    norms: list[Piece]
+    edges: list[Piece]
+    losses: list[str]
+    terms: list[str]
+
+
 _ATTENTION = "self.q{n}, self.k{n}, self.v{n}, self.p{n} = (nn.Linear(W, W, bias=k % 2 == 0) for k in range(4))"
 _PACKED = "self.qkv{n}, self.p{n} = nn.Linear(W, 3 * W), nn.Linear(W, W)"
 _HEADS = """
@@ -24,7 +45,7 @@ q, k, v = (f({x}).view(b, s, H, D).transpose(1, 2) for f in (self.q{n}, self.k{n
 """
 _MERGE = "{o} = {x} + self.p{n}(a.transpose(1, 2).reshape(b, s, W))"
 
-MIXERS = [  # of tokens and features
+_MIXERS = [  # of tokens and features
     Piece(_ATTENTION, _HEADS + "a = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n" + _MERGE),
     Piece(_ATTENTION, _HEADS + "a = F.scaled_dot_product_attention(q, k, v)\n" + _MERGE),
     Piece(
@@ -182,7 +203,7 @@ z = F.scaled_dot_product_attention(self.lat{n}.expand(b, -1, -1), {x}, {x})
     ),
 ]
 
-NORMS = [
+_NORMS = [
     Piece("self.n{n} = nn.LayerNorm(W)", "{o} = self.n{n}({x})"),
     Piece("self.n{n} = nn.LayerNorm(W, elementwise_affine=False)", "{o} = self.n{n}({x}) + 0.1 * {y}"),
     Piece("self.n{n} = nn.RMSNorm(W)", "{o} = self.n{n}({x})"),
@@ -208,7 +229,7 @@ NORMS = [
     Piece("self.g{n} = nn.Parameter(torch.zeros(W))", "{o} = torch.tanh(self.g{n} + {x})"),
 ]
 
-EDGES = [  # cheap ops between the others, some with their own parameters
+_EDGES = [  # cheap ops between the others, some with their own parameters
     Piece("", "{o} = {x} + {y}"),
     Piece("", "{o} = ({x} * 0.5).sub({y}, alpha=0.3)"),
     Piece("self.a{n} = nn.Parameter(torch.tensor(0.3))", "{o} = {x} + self.a{n} * {y}"),
@@ -260,7 +281,7 @@ EDGES = [  # cheap ops between the others, some with their own parameters
     ),
 ]
 
-LOSSES = [  # of logits (b, s, V), x (b, s, W), labels (b, s) with -100 where ignored, and targets (b, s, W)
+_LOSSES = [  # of logits (b, s, V), x (b, s, W), labels (b, s) with -100 where ignored, and targets (b, s, W)
     "F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)",
     "F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100)",
     "F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), label_smoothing=0.1)",
@@ -286,7 +307,7 @@ LOSSES = [  # of logits (b, s, V), x (b, s, W), labels (b, s) with -100 where ig
     "F.softplus(-(x * targets).sum(-1)).mean(1).sum() / x.shape[0]",
 ]
 
-TERMS = [  # added to a loss
+_TERMS = [  # added to a loss
     "0.01 * self.table.weight.pow(2).sum()",
     "0.1 * x.pow(2).mean()",
     "0.1 * (first - x).abs().mean()",
@@ -294,3 +315,130 @@ TERMS = [  # added to a loss
     "0.1 * x.mean((0, 1)).pow(2).sum()",
     "0.1 * memo.sum() / b",
 ]
+
+TOKENS = Family(
+    "ids",
+    "b, s = ids.shape",
+    (
+        "self.table, self.places = nn.Embedding(V, W), nn.Embedding(s, W)",
+        "self.norm, self.before = nn.LayerNorm(W), nn.Linear(W, W)",
+    ),
+    "x = self.table(ids) + self.places(torch.arange(s))",  # equal tokens would be ties of sorts
+    "{x}.mean(1)",
+    "memo[:, None]",
+    _MIXERS,
+    _NORMS,
+    _EDGES,
+    _LOSSES,
+    _TERMS,
+)
+
+_CONVOLUTIONS = [
+    Piece("self.c{n} = nn.Conv2d(W, W, 3, padding=1)", "{o} = {x} + self.c{n}({y})"),
+    Piece("self.c{n} = nn.Conv2d(W, W, 3, padding='same', bias=False)", "{o} = F.relu(self.c{n}({x})) + {y}"),
+    Piece("self.c{n} = nn.Conv2d(W, W, 3, padding=2, dilation=2, groups=4)", "{o} = {x} + self.c{n}({y})"),
+    Piece("self.c{n} = nn.Conv2d(W, W, 1)", "{o} = {y} + F.hardswish(self.c{n}({x}))"),
+    Piece(
+        "self.c{n}, self.d{n} = nn.Conv2d(W, 2 * W, 2, stride=2), nn.ConvTranspose2d(2 * W, W, 2, stride=2)",
+        "{o} = {x} + self.d{n}(F.gelu(self.c{n}({y})))",
+    ),
+    Piece(
+        "self.c{n}, self.d{n} = nn.Conv2d(W, 2 * W, 3, stride=2, padding=1), nn.Conv2d(3 * W, W, 3, padding=1)",
+        "h = F.interpolate(self.c{n}({x}), scale_factor=2, mode='nearest')\n{o} = self.d{n}(torch.cat([h, {y}], 1))",
+    ),
+    Piece(
+        "self.c{n}, self.d{n} = nn.Conv2d(W, W, 3, padding=1, groups=W), nn.Conv2d(W, W, 1)",
+        "{o} = {x} + self.d{n}(F.silu(self.c{n}({y})))",
+    ),
+    Piece(
+        "self.c{n}, self.d{n} = nn.Linear(W, 4), nn.Linear(4, W)",
+        "{o} = {x} * self.d{n}(F.relu(self.c{n}({y}.mean((2, 3))))).sigmoid()[:, :, None, None]",
+    ),
+    Piece(
+        "self.c{n} = nn.Conv2d(W, 4 * W, 1)",
+        "{o} = {x} + F.max_pool2d(F.pixel_shuffle(self.c{n}({y}), 2), 2)",
+    ),
+    Piece(
+        "self.c{n} = nn.Conv2d(4 * W, W, 3, padding=1)",
+        "{o} = {x} + F.interpolate(self.c{n}(F.pixel_unshuffle({y}, 2)), size=(p, p), mode='bilinear', align_corners=False)",
+    ),
+    Piece(
+        "self.q{n}, self.p{n} = nn.Linear(W, 3 * W), nn.Linear(W, W)",
+        """
+h = {x}.flatten(2).transpose(1, 2)
+q, k, v = self.q{n}(h).view(b, p * p, 3, H, D).permute(2, 0, 3, 1, 4)
+a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, p * p, W)
+{o} = {y} + self.p{n}(a).transpose(1, 2).view(b, W, p, p)
+""",
+    ),
+    Piece(
+        "self.q{n}, self.t{n} = nn.Conv2d(W, 3 * W, 1), nn.Parameter(torch.randn(9, H))",
+        """
+z = self.q{n}({x}).view(b, 3, H, D, p // 2, 2, p // 2, 2).permute(1, 0, 4, 6, 2, 5, 7, 3).reshape(3, b * (p // 2) ** 2, H, 4, D)
+at = torch.arange(2)[:, None] - torch.arange(2)[None, :] + 1
+at = (3 * at[:, None, :, None] + at[None, :, None, :]).reshape(16)
+a = (z[0] @ z[1].transpose(-1, -2) / D**0.5 + self.t{n}[at].view(4, 4, H).permute(2, 0, 1)).softmax(-1) @ z[2]
+a = a.view(b, p // 2, p // 2, H, 2, 2, D).permute(0, 3, 6, 1, 4, 2, 5).reshape(b, W, p, p)
+{o} = {x} + a + 0.1 * {y}
+""",
+    ),
+    Piece("self.l{n} = nn.Linear(p, p)", "{o} = {x} + self.l{n}({y}).transpose(2, 3)"),
+    Piece("self.l{n} = nn.Linear(p * p, p * p)", "{o} = {x} + self.l{n}({y}.flatten(2)).view(b, W, p, p).tanh()"),
+    Piece("self.l{n} = nn.Linear(W, W)", "{o} = {y} + self.l{n}({x}.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)"),
+    Piece("self.k{n} = nn.Parameter(torch.randn(W, W, 3, 3) / W)", "w = self.k{n}\n{o} = {x} + F.conv2d({y}, w / w.flatten(1).norm(dim=1)[:, None, None, None], padding=1)"),
+    Piece("", "z = F.unfold({y}, 2, stride=2).view(b, W, 4, (p // 2) ** 2).mean(2)\n{o} = {x} + F.interpolate(z.view(b, W, p // 2, p // 2), scale_factor=2)"),
+]  # fmt: skip
+_CHANNEL_NORMS = [
+    Piece("self.n{n} = nn.BatchNorm2d(W)", "{o} = self.n{n}({x})"),
+    Piece("self.n{n} = nn.GroupNorm(4, W)", "{o} = self.n{n}({x})"),
+    Piece("self.n{n} = nn.InstanceNorm2d(W, affine=True)", "{o} = self.n{n}({x})"),
+    Piece("self.n{n} = nn.LayerNorm([W, p, p])", "{o} = self.n{n}({x}) + 0.1 * {y}"),
+    Piece("self.n{n} = nn.LayerNorm(W)", "{o} = self.n{n}({x}.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)"),
+    Piece("self.g{n} = nn.Parameter(torch.full((W, 1, 1), 0.1))", "{o} = {x} + self.g{n} * {y}"),
+    Piece("", "{o} = F.local_response_norm({x}, 3) + {y}"),
+]
+_PLACES = [
+    Piece("", "{o} = {x} + {y}"),
+    Piece("", "{o} = {x} + {y}.flip(3)"),
+    Piece("", "{o} = {x} + torch.roll({y}, (1, -1), (2, 3))"),
+    Piece("", "{o} = F.avg_pool2d({x}, 3, 1, 1) + {y}"),
+    Piece("", "{o} = {x} + F.max_pool2d({y}, 3, 1, 1)"),
+    Piece("", "{o} = {x} * F.adaptive_avg_pool2d({y}, 1)"),
+    Piece("", "{o} = {x} + F.adaptive_max_pool2d({y}, (2, 1)).repeat_interleave(p // 2, 2)"),
+    Piece("", "{o} = {x} * mask[:, None] + {y}.transpose(2, 3)"),
+    Piece("", "{o} = torch.where(mask[:, None], {x}, {y})"),
+    Piece("", "{o} = {x}.view(b, H, D, p, p).transpose(1, 2).reshape(b, W, p, p) + 0.1 * {y}"),
+    Piece("", "{o} = F.pad({x}, (1, 1, 1, 1), mode='reflect')[:, :, 1:-1, 2:] + 0.1 * {y}"),
+    Piece("", "{o} = torch.cat([{x}[:, : W // 2], {y}[:, W // 2 :].relu()], 1)"),
+    Piece("", "{o} = {x} + {y}.flatten(2).softmax(-1).view(b, W, p, p)"),
+    Piece("", "{o} = {x} + F.grid_sample({y}, F.affine_grid(torch.eye(2, 3, dtype={x}.dtype).expand(b, 2, 3) * 0.7, {x}.shape, align_corners=False), align_corners=False)"),
+    Piece("self.a{n} = nn.Parameter(torch.rand(1, W, p, p))", "{o} = {x} * self.a{n} + {y}"),
+    Piece("self.a{n} = nn.PReLU(W)", "{o} = self.a{n}({x}) + 0.1 * {y}"),
+    Piece("", "{o} = {x} + side.detach()"),
+    Piece("", "z = {x} * 1.0\nz[:, :, 0] = {y}[:, :, -1]\n{o} = z"),
+]  # fmt: skip
+_OF_PICTURES = [
+    "F.cross_entropy(self.head(x.mean((2, 3))), labels[:, 0].clamp(min=0))",
+    "F.cross_entropy(self.head(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), labels.view(b, p, p), ignore_index=-100)",
+    "F.cross_entropy(self.head(x.amax((2, 3))), labels[:, 0].clamp(min=0), label_smoothing=0.1)",
+    "F.mse_loss(x, targets)",
+    "((x - targets).abs() * mask[:, None]).sum() / (mask.sum() * W)",
+    "F.binary_cross_entropy_with_logits(self.head(x.permute(0, 2, 3, 1))[..., 0], mask.to(x.dtype), reduction='sum') / b",
+    "1 - (2 * (x.sigmoid().mean(1) * mask).sum((1, 2)) / (x.sigmoid().mean(1).sum((1, 2)) + mask.sum((1, 2)) + 1)).mean()",
+    "F.l1_loss(F.interpolate(x, scale_factor=0.5), F.avg_pool2d(targets, 2))",
+    "(F.mse_loss(x, targets, reduction='none').flatten(1).mean(1) + 1e-3).sqrt().mean()",
+    "F.cross_entropy(self.head(x.flatten(2).transpose(1, 2)).transpose(1, 2), labels, ignore_index=-100)",
+]  # fmt: skip
+PICTURES = Family(
+    "image",
+    "b = image.shape[0]",
+    ("self.table = nn.Conv2d(3, W, 3, padding=1)", "self.norm, self.before = nn.GroupNorm(1, W), nn.Conv2d(W, W, 1)"),
+    "x = self.table(image)",
+    "{x}.mean((2, 3))",
+    "memo[:, :, None, None]",
+    _CONVOLUTIONS,
+    _CHANNEL_NORMS,
+    _PLACES,
+    _OF_PICTURES,
+    ["0.1 * x.pow(2).mean()", "0.1 * (first - x).abs().mean()", "0.1 * memo.sum() / b", "0.01 * self.table.weight.pow(2).sum()"],
+)  # fmt: skip

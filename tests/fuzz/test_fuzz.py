@@ -22,6 +22,7 @@ from tests.fuzz.__main__ import run, run_checkpoints
 from tests.fuzz.bases import planned
 from tests.fuzz.files import cluster_text
 from tests.fuzz.loading import guarded, load
+from tests.fuzz.pieces import PICTURES, TOKENS, Family
 
 
 def test_corrupted_plans_and_clusters():
@@ -191,10 +192,11 @@ def test_random_programs_train_as_on_one_process_or_are_refused(updates: bool, c
     assert faults == [] and ends["equal"] > equal and sum(n for end, n in ends.items() if end.startswith("refused")) > 3
 
 
-def test_random_networks_train_as_on_one_process_or_are_refused() -> None:
+@pytest.mark.parametrize("family", [TOKENS, PICTURES], ids=["tokens", "pictures"])
+def test_random_networks_train_as_on_one_process_or_are_refused(family: Family) -> None:
     """`python -m tests.fuzz.networks --count 2000` draws more of them."""
     faults: list[str] = []
-    ends = networks.run(range(24), faults.append)
+    ends = networks.run(range(20), faults.append, family)
     assert faults == [] and ends["equal"] > 8 and sum(n for end, n in ends.items() if end.startswith("refused")) > 3
 
 
