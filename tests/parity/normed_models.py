@@ -4,6 +4,7 @@ residual   convolutions with batch norms and skips, downsampled, as in a ResNet;
 mlp        BatchNorm1d over [b, c]: of a moving average, of an average over all steps, without running statistics
 tokens     BatchNorm1d over tokens [b, c, l] beside attention, as in PatchTST; a SyncBatchNorm
 by_hand    a batch norm of one's own, with detached averages, a norm over the batch, and a mean that a loss reads too
+pooled     a norm of means over the tokens of a sample, which cp cuts, in more than two equal layers
 unread     norms whose results nothing reads, though they update their statistics
 volumes    BatchNorm3d; a layer that runs twice, and updates its statistics twice
 """
@@ -145,6 +146,27 @@ class Tokens(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class OfMeans(nn.Module):
+    """An MLP beside a norm of the sample's mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.line(x)) + self.norm(x.mean(1))[:, None]
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(VOCAB, WIDTH), nn.Sequential(*(OfMeans() for _ in range(4)))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(self.table(ids))).flatten(0, 1), labels.flatten())
+
+
 class ByHand(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -218,6 +240,7 @@ NORMED: Mapping[str, Callable[[], Case]] = {
     "normed_read_after": lambda: _labelled(ReadAfter, "x", 16),
     "normed_mlp": lambda: _labelled(Mlp, "x", 16),
     "normed_tokens": lambda: _of_tokens(Tokens),
+    "normed_pooled": lambda: _of_tokens(Pooled),
     "normed_by_hand": lambda: _of_tokens(Standardised),
     "normed_unread": lambda: _labelled(Unread, "x", 16),
     "normed_volumes": lambda: _labelled(Volumes, "x", 2, 4, 5, 6),

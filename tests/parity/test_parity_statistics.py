@@ -66,6 +66,8 @@ WAYS = [
     ("normed_tokens", Mesh(dp=4), {"zero": 3, "recompute": "full"}),
     ("normed_tokens", Mesh(dp=2, cp=2, tp=2), {"zero": 2, "recompute": "selective"}),
     ("normed_tokens", Mesh(cp=4, pp=2), {"context": "ulysses"}),
+    ("normed_pooled", Mesh(dp=2, cp=2), {}),
+    ("normed_pooled", Mesh(cp=2, pp=2), {"schedule": "gpipe"}),
     ("normed_by_hand", Mesh(dp=8), {}),
     ("normed_by_hand", Mesh(dp=2, cp=2), {"recompute": "full"}),
     ("normed_by_hand", Mesh(dp=2, tp=2, pp=2), {"zero": 0}),
