@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoptd
+from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, RuntimeFault
 from autoptd.testing.parity import Trained, differences, train_alone, train_in_lockstep
 
@@ -229,6 +230,7 @@ def compared(
     samples: int,
     *,
     optimizer: str = "sgd",
+    cluster: str | Cluster = "dgx-h100",
     with_state: bool = True,
 ) -> str:
     """Train both ways: `equal`, `refused: …`, `no …` (of the plain model), or a fault: `off by …` or `raw: …`.
@@ -248,7 +250,7 @@ def compared(
     world = math.prod(int(fix.get(axis, 1)) for axis in ("dp", "tp", "pp", "cp"))
     try:
         made = autoptd.parallelize(
-            model, world=world, cluster="dgx-h100", batch=samples, precision="fp64",
+            model, world=world, cluster=cluster, batch=samples, precision="fp64",
             inputs={n: x[:2] for n, x in batches[0].items()}, fix=fix, **options,
         )  # fmt: skip
         found = train_in_lockstep(made, batches)
