@@ -67,8 +67,8 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     """Return the elements of `input` at `indices` along `dim`, all other dims broadcast; without `dim`, of all."""
     if dim is None:
         return input.flatten().gather(0, indices.flatten())
-    sizes = [*torch.broadcast_shapes(input.select(dim, 0).shape, indices.select(dim, 0).shape)]
     dim %= input.ndim
+    sizes = [*torch.broadcast_shapes(*([*x.shape[:dim], *x.shape[dim + 1 :]] for x in (input, indices)))]
     own, others = ([*sizes[:dim], x.size(dim), *sizes[dim:]] for x in (input, indices))
     return input.expand(own).gather(dim, indices.expand(others))
 
