@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     except KeyboardInterrupt:
         show("autoptd: interrupted", on_error=True)
+        exec("")  # where SIGINT came within exec() of a string, `python -m` would end by it and not with this code
         return 130
     except Exception as error:  # noqa: BLE001  bugs and model code raise any type; uncaught, Python exits with 1: "no"
         show_traceback(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,3 +148,14 @@ def test_what_verify_says_is_its_exit_code(
     found, out, errors = run("verify", plan, "--model", f"{name}:build")
     assert (found, says in out + errors) == (code, True), out + errors
     assert run("plan", f"{name}:leave", *options)[0] == 2
+
+
+def test_interrupted_within_text_that_is_run_it_ends_with_its_own_code(tmp_path: Path) -> None:
+    """Python remembers such an interrupt, and would end a module that is run by the signal."""
+    (tmp_path / "interrupted.py").write_text(
+        "import sys, autoptd.cli.main as cli\n"
+        "cli._run = lambda _: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(cli.main(['models']))\n"
+    )
+    ended = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "autoptd: interrupted\n")
