@@ -1,7 +1,8 @@
 """Random networks of layers on random meshes: each trains as on one process, or is refused by an error of autoptd.
 
-    python -m tests.fuzz.networks --count 300 --seed 0        print a table of the outcomes
-    python -m tests.fuzz.networks --seed 17 --show            print one of them and the constraints of its plan
+    python -m tests.fuzz.networks --count 400 --seed 0        print a table of the outcomes
+    python -m tests.fuzz.networks --seed 17 --show            print one of them, its plan's constraints and its outcome
+    python -m tests.fuzz.networks --pictures                  draw networks of pictures
 
 A network is written from pieces (tests/fuzz/pieces.py) that are put together into one or two kinds of layers, which
 read early tensors and hand tensors on; embeddings, heads or whole layers may be tied.
@@ -9,13 +10,10 @@ read early tensors and hand tensors on; embeddings, heads or whole layers may be
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import random
 import sys
 import tempfile
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 
 from autoptd.cost_models.cluster import Cluster
 from tests.fuzz.pieces import PICTURES, TOKENS, Family, Piece
-from tests.fuzz.programs import compared
+from tests.fuzz.programs import compared, counted, options, tabulated
 from tests.parity.parity_check import bulk
 
 SAMPLES, _SEQ, _WIDTH, _VOCAB = 8, 8, 16, 12
@@ -72,7 +70,7 @@ def _indented(lines: Sequence[str]) -> str:
     return "".join(f"        {line}\n" for line in lines)
 
 
-def _block(rng: random.Random, family: Family, name: str, layers: int) -> str:
+def _block(rng: random.Random, family: Family, name: str) -> str:
     body = _Body(rng, ["early", "x"], "self.i", ["self.i = i"], [family.sizes])
     for number in range(rng.randint(1, 4)):
         body.add(rng.choices([family.mixers, family.norms, family.edges], [5, 2, 3])[0], number)
@@ -81,9 +79,9 @@ def _block(rng: random.Random, family: Family, name: str, layers: int) -> str:
     returned = f"{out} + x" if how < 0.3 else f"({out}).tanh()" if how < 0.5 else out
     if rng.random() < 0.3:
         body.forward.append(f"memo = memo + {family.pooled.format(x=out)} * 0.1")
-    init = [line.replace("L,", f"{layers},") for line in body.init]
     return (
-        f"\n\nclass {name}(nn.Module):\n    def __init__(self, i):\n        super().__init__()\n{_indented(init)}\n"
+        f"\n\nclass {name}(nn.Module):\n    def __init__(self, i):\n        super().__init__()\n"
+        f"{_indented(body.init)}\n"
         f"    def forward(self, x, early, side, memo, mask, {family.given}):\n{_indented(body.forward)}"
         f"        return {returned}, memo\n"
     )
@@ -93,7 +91,7 @@ def network_text(rng: random.Random, family: Family = TOKENS) -> str:
     """Write a module `Net` whose forward takes the family's input, labels, mask and targets, and returns a loss."""
     layers = rng.randint(2, 5)
     kinds = rng.choice([1, 1, 1, 2])
-    blocks = "".join(_block(rng, family, f"Block{kind}", layers) for kind in range(kinds))
+    blocks = "".join(_block(rng, family, f"Block{kind}") for kind in range(kinds))
     front = _Body(rng, ["side", "x"], "0", [], [])
     for number in range(rng.choice([0, 0, 1, 2])):
         front.add(rng.choice([family.mixers, family.edges]), number)
@@ -126,8 +124,8 @@ def network_text(rng: random.Random, family: Family = TOKENS) -> str:
         f"return {rng.choice(family.losses)}{''.join(terms)}",
     ]
     return (
-        f"{_HEAD}{blocks}\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        f"{_indented([line.replace('L,', f'{layers},') for line in front.init] + init)}\n"
+        f"{_HEAD}L = {layers}\n{blocks}\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"{_indented([*front.init, *init])}\n"
         f"    def forward(self, {family.given}, labels, mask, targets):\n{_indented(lines)}"
     )
 
@@ -198,37 +196,23 @@ def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
 
 def run(seeds: Sequence[int], say: Callable[[str], object] = print, family: Family = TOKENS) -> Counter[str]:
     """Return counts by outcome of the networks of these seeds; faults are reported as they are found."""
-    found: Counter[str] = Counter()
-    warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        for seed in seeds:
-            result = outcome(seed, Path(folder), family)
-            found[result if result.startswith(("equal", "refused", "no")) else result.split(" ")[0]] += 1
-            if result.startswith(("off", "raw")):
-                say(f"seed {seed}: {result}")
-    return found
+        return counted(seeds, lambda seed: outcome(seed, Path(folder), family), say)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.networks", description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser = options("tests.fuzz.networks", __doc__.splitlines()[0])
     parser.add_argument("--pictures", action="store_true", help="draw networks of pictures instead of tokens")
-    parser.add_argument("--show", action="store_true", help="print the network of the seed and its plan's constraints")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     family = PICTURES if arguments.pictures else TOKENS
     if arguments.show:
         rng = random.Random(arguments.seed)
         print(network_text(rng, family), f"# {random_fix(rng, family)}", sep="\n")
+        with tempfile.TemporaryDirectory() as folder:
+            print(outcome(arguments.seed, Path(folder), family))
         return 0
-    began = time.perf_counter()
-    seeds = range(arguments.seed, arguments.seed + arguments.count)
-    found = run(seeds, lambda text: print(text, flush=True), family)
-    for what, count in found.most_common():
-        print(f"{count:6}  {what}")
-    print(f"{arguments.count} networks, seeds from {arguments.seed}, {time.perf_counter() - began:.0f} s")
-    return int(any(what.startswith(("off", "raw")) for what in found))
+    return tabulated(arguments, lambda seeds: run(seeds, family=family))
 
 
 if __name__ == "__main__":

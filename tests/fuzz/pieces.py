@@ -3,7 +3,7 @@
 
 {x}, {y} and {o} are tensors of one shape: (b, s, W) in a model of tokens, (b, W, p, p) in one of pictures. {n} is a
 number of the piece's own, {i} the layer's. `side` has their shape too and comes from before the layers; `mask` is bool
-and has no features. W = H · D features, H heads.
+and has no features. W = H · D features, H heads, L layers.
 """
 
 from __future__ import annotations

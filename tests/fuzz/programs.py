@@ -288,21 +288,42 @@ def _perturbed(model: nn.Module) -> nn.Module:
 
 def run(seeds: Sequence[int], say: Callable[[str], object] = print, *, updates: bool = False) -> Counter[str]:
     """Return counts by outcome of the programs of these seeds; faults are reported as they are found."""
+    return counted(seeds, lambda seed: outcome(with_updates(draw(seed)) if updates else draw(seed)), say)
+
+
+def counted(seeds: Sequence[int], judge: Callable[[int], str], say: Callable[[str], object]) -> Counter[str]:
+    """Return counts by outcome of what is drawn from these seeds; faults are reported as they are found."""
     found: Counter[str] = Counter()
     warnings.simplefilter("ignore")
     for seed in seeds:
-        result = outcome(with_updates(draw(seed)) if updates else draw(seed))
+        result = judge(seed)
         found[result if result.startswith(("equal", "refused", "no")) else result.split(":")[0].split(" ")[0]] += 1
         if result.startswith(("off", "raw")):
             say(f"seed {seed}: {result}")
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.programs", description=__doc__.splitlines()[0])
+def options(module: str, description: str) -> argparse.ArgumentParser:
+    """Return the options that commands which draw from seeds have."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--show", action="store_true", help="print the program of the seed, and what becomes of it")
+    parser.add_argument("--show", action="store_true", help="print what is drawn from the seed, and what becomes of it")
+    return parser
+
+
+def tabulated(arguments: argparse.Namespace, run: Callable[[Sequence[int]], Counter[str]]) -> int:
+    """Print the table of the outcomes of a command's seeds; return its exit code."""
+    began = time.perf_counter()
+    found = run(range(arguments.seed, arguments.seed + arguments.count))
+    for what, count in found.most_common():
+        print(f"{count:6}  {what}")
+    print(f"{arguments.count} drawn, seeds from {arguments.seed}, {time.perf_counter() - began:.0f} s")
+    return int(any(what.startswith(("off", "raw")) for what in found))
+
+
+def main() -> int:
+    parser = options("tests.fuzz.programs", __doc__.splitlines()[0])
     parser.add_argument("--updates", action="store_true", help="draw programs that update buffers")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -310,12 +331,7 @@ def main() -> int:
         program = with_updates(draw(arguments.seed)) if arguments.updates else draw(arguments.seed)
         print(program, outcome(program), sep="\n")
         return 0
-    began = time.perf_counter()
-    found = run(range(arguments.seed, arguments.seed + arguments.count), updates=arguments.updates)
-    for what, count in found.most_common():
-        print(f"{count:6}  {what}")
-    print(f"{arguments.count} programs, seeds from {arguments.seed}, {time.perf_counter() - began:.0f} s")
-    return int(any(what.startswith(("off", "raw")) for what in found))
+    return tabulated(arguments, lambda seeds: run(seeds, updates=arguments.updates))
 
 
 if __name__ == "__main__":
