@@ -180,7 +180,7 @@ class _HeldTensors:
                 self._add(part.region.sent, own, keys)
             for value in part.region.sent:
                 self.alias[value.name] = name = self._storage(value.storage.name)
-                last.setdefault(name, (p, 0))  # of a called block, whose steps are another's, and maybe read by none
+                last.setdefault(name, (p, 0))  # unless it is read later: an equal block's steps are not kept
                 unheld.update({name} if value.name in self.results else ())
         dead: dict[tuple[int, int], list[str]] = {}
         for name in own.keys() - unheld:
