@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.errors import InputsError, nearest
-from autoptd.layout.sample_rows import SampleRows
+from autoptd.layout.sample_rows import SHARED, SampleRows
 from autoptd.nest import Nest, tensors_of
 from autoptd.passes.kept.left_tensors import LeftTensors
 from autoptd.passes.objectives.loss_modules import converted, refuse_blank
@@ -59,7 +59,7 @@ class Objective:
     of the module that is the loss or owns it as a method; None if that is no trained module. `outside`: the user's
     model does not contain that module; `joined` added it. `nest`: structures of the arguments of `forward` and the
     loss; batches and targets hold their tensors by flat name. `terms`: numbers that the loss returns beside the scalar;
-    `bank`: path of the module that holds them.
+    `bank`: path of the module that holds them. `fixed`: (input, dim) of sizes that are numbers in the graph.
     """
 
     loss: Callable[..., Tensor] | None = None
@@ -70,6 +70,7 @@ class Objective:
     nest: Nest = field(default_factory=Nest)
     terms: tuple[str, ...] = ()
     bank: str = ""
+    fixed: frozenset[tuple[str, int]] = frozenset()
 
     def value(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of a batch. `model` is the one that `joined` returned. Raises InputsError if no scalar."""
@@ -177,6 +178,9 @@ class Loss(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         given = {name: self.rows[name].joined(x) if name in self.rows else x for name, x in inputs.items()}
         model, loss = self.model, self.objective.callable_of(self.model)
+        counted = [] if self.training else [x.shape[0] for n, x in inputs.items() if self.rows.get(n) != SHARED]
+        for count in counted:  # metrics may read inputs apart, whose numbers of samples nothing else ties
+            torch._check(count == counted[0])
         with RefuseUnregistered(model, self.original), self.reads(inputs, given), self.left.of(model, loss, inputs):
             cast = {name: x.to(self.casts[name]) if name in self.casts else x for name, x in given.items()}
             return self.objective.of_outputs(model(**self.objective.inputs_of(cast)), given, loss)

@@ -137,6 +137,7 @@ def _traced(
     counted = [n for n in apart if rows[n] != SHARED and n not in objective.targets]
     known = KnownInputs(samples, equal_rows(apart, counted)) if samples else None
     fixed = picture_dims(specs) | table_dims(specs, rows) | {(name, 1) for name, row in rows.items() if row.rows > 1}
+    fixed |= objective.fixed
     how = {"known": known, "ints": ints, "evaluating": evaluating}
     exporter, own = _Exporter(model, specs, objective, precision, rows, fixed, **how), OwnCalls()  # type: ignore[arg-type]
     turns, trained = RowTurns(), dict[frozenset[Key], set[str]]()

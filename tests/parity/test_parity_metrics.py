@@ -342,3 +342,53 @@ def test_a_wrong_batch_of_one_rank_is_refused_on_all() -> None:
 
     first, second = run_lockstep(made.layout.mesh, body)
     assert first == second and "rank 1" in first and "float32" in first
+
+
+class Apart(nn.Module):
+    """Two outputs that the loss alone ties: their samples, their tokens, and sizes of inputs to those of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(12, 6), nn.Linear(6, 6)
+        self.double()
+
+    def forward(self, pooled: Tensor, ids: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        return {"found": self.up(self.table(ids)), "wanted": torch.sin(wanted), "pooled": pooled + 1}
+
+
+def apart(out: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    off = (out["found"] - out["wanted"]).square().sum()
+    return off + (out["found"].sum(1) * batch["pooled"]).sum() + out["pooled"].sum()
+
+
+@pytest.mark.parametrize(
+    "fix", [{"dp": 2, "micro": 2}, {"tp": 2, "zero": 1}, {"pp": 2}, {"cp": 2}, {"dp": 2, "cp": 2}], ids=str
+)
+def test_outputs_and_sizes_that_the_loss_alone_ties(fix: dict[str, Any]) -> None:
+    random = torch.Generator().manual_seed(0)
+    batch = {
+        "pooled": torch.randn(4, 6, generator=random, dtype=torch.float64),
+        "ids": torch.randint(12, (4, 8), generator=random),
+        "wanted": torch.randn(4, 8, 6, generator=random, dtype=torch.float64),
+    }
+    metrics = {
+        "found": lambda out, batch: out["found"].sum((1, 2)),
+        "wanted": lambda out, batch: out["wanted"].sum((1, 2)),
+        "pooled": lambda out, batch: out["pooled"],
+    }
+    torch.manual_seed(0)
+    model, world = Apart(), fix.get("dp", 1) * fix.get("tp", 1) * fix.get("pp", 1) * fix.get("cp", 1)
+    with torch.no_grad():
+        out = model(**batch)
+        expected = {name: metric(out, batch) for name, metric in metrics.items()}
+    made = autoptd.parallelize(model, world=world, inputs=batch, loss=apart, batch=4, precision="fp64", fix=fix)
+    values = made.initial_values()
+
+    def body(c: Communicators) -> dict[str, Tensor]:
+        mine = copy.copy(made)
+        mine.start(c, values)
+        return mine.predict([{n: x.tensor_split(mine.dp_size)[mine.dp_rank] for n, x in batch.items()}], metrics)
+
+    for found in run_lockstep(made.layout.mesh, body):
+        for name, x in expected.items():
+            torch.testing.assert_close(found[name], x)
