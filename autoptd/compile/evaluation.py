@@ -64,6 +64,7 @@ def make_evaluation(source: TracedModel, plan: Plan, metrics: Metrics) -> Evalua
     shapes = _input_shapes(source)
     numbers = {(name, dim) for name, shape in shapes.items() for dim, n in enumerate(shape) if isinstance(n, int)}
     found = source.evaluated(replace(metrics, fixed=frozenset(numbers)))
+    found = replace(found, folded=replace(found.folded, unused_parameters=()))  # which the plan may split
     values = {symbol: plan.sizes[str(symbol)] for symbol in source.folded.traced.sizes}
     places = found.folded.traced.sizes.items()  # of sizes that the loss may tie to others, and metrics may not
     sizes = {str(symbol): int(sympy.sympify(shapes[name][dim]).subs(values)) for symbol, (name, dim) in places}
@@ -122,7 +123,7 @@ def _input_shapes(source: TracedModel) -> dict[str, tuple[Size, ...]]:
 def _sharding(found: TracedModel, plan: Plan) -> Sharding:
     """Return the cheapest splits of the evaluated graph that leave every parameter where the plan put it."""
     mesh, placed = plan.mesh, plan.splits.parameters
-    names = set(found.folded.traced.parameters.values())
+    names = _parameters(found, 0, len(found.folded.segments) - 1)
     split = {name: text for name, text in placed.items() if name in names and text.startswith("S")}
     values = {symbol: plan.sizes[str(symbol)] for symbol in found.sizes}
     if mesh.cp > 1 and SEQUENCE in values:

@@ -18,13 +18,15 @@ import autoptd
 from autoptd import evaluating
 from autoptd.api import Parallel
 from autoptd.compile import read
+from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError, InputsError, RuntimeFault, UnsupportedOp
 from autoptd.layout.mesh import Mesh
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.runtime.evaluation import evaluator
-from tests.parity.parity_check import MESHES, Variant, case, parallel, planned
+from tests.parity.parity_check import MESHES, Variant, bulk, case, parallel, planned
 
+WIDE = 16
 SAMPLES, BATCH = 13, 5  # batches of 5, 4 and 4: not equal, and with dp 8 some ranks have no sample
 
 
@@ -392,3 +394,36 @@ def test_outputs_and_sizes_that_the_loss_alone_ties(fix: dict[str, Any]) -> None
     for found in run_lockstep(made.layout.mesh, body):
         for name, x in expected.items():
             torch.testing.assert_close(found[name], x)
+
+
+class Headed(nn.Module):
+    """A head that the metrics do not read, on a body that they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = torch.tanh(self.body(x))
+        return {"x": x, "logits": self.head(x)}
+
+
+@pytest.mark.parametrize("fix", [{"tp": 2}, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
+def test_parameters_that_metrics_do_not_read_may_be_split(fix: dict[str, Any]) -> None:
+    x, world = torch.randn(4, WIDE, dtype=torch.float64), fix.get("dp", 1) * fix["tp"]
+    torch.manual_seed(0)
+    model, cluster = Headed(), bulk(Cluster.load("dgx-h100"))
+    asked = {"loss": lambda out: out["logits"].square().mean(), "batch": 4, "precision": "fp64", "cluster": cluster}
+    made = autoptd.parallelize(model, world=world, inputs={"x": x}, fix=fix, **asked)  # type: ignore[arg-type]
+    assert made.plan.splits.parameters["head.weight"].startswith("S")
+    values = made.initial_values()
+
+    def body(c: Communicators) -> Tensor:
+        mine = copy.copy(made)
+        mine.start(c, values)
+        share = {"x": x.tensor_split(mine.dp_size)[mine.dp_rank]}
+        return mine.predict([share], {"x": lambda out, batch: out["x"]})["x"]
+
+    for found in run_lockstep(made.layout.mesh, body):
+        torch.testing.assert_close(found, model(x)["x"].detach())
