@@ -80,6 +80,8 @@ def own_tokens(folded: Folded, sharding: Sharding) -> Folded:
         new[node] = graph.node_copy(node, lambda n, copies=copies: copies.get(n) or new[n])  # type: ignore[misc]
         assert new[node].name == node.name, (new[node].name, node.name)
         new[node].meta.pop("op", None)  # of the op before
+    for node, copy in own.made.items():  # shapes are whole ones, as of all tensors of own tokens
+        copy.meta["info"] = node.meta["info"]
     segments = tuple(_moved(segment, new) for segment in folded.segments)
     return rebuilt(folded, graph, new, segments, tuple(own.made.values()))
 

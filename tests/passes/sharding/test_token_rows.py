@@ -1,14 +1,18 @@
-"""Rows of tokens under context parallelism: what keeps tokens apart trains as on one process, the rest is refused."""
+"""Rows of tokens that ranks of cp or tp share: what keeps tokens apart trains as on one process, or is refused."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autoptd
+from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import PlanError
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
+from tests.parity.parity_check import bulk
 from tests.passes.batch.test_index_moves import (
     EXPERTS,
     RIGHT,
@@ -102,3 +106,49 @@ def test_what_mixes_tokens_is_refused(name: str) -> None:
     with pytest.raises(PlanError) as refused:
         difference(WRONG[name])
     assert "mixes positions" in refused.value.what and "test_" in refused.value.where
+
+
+class Gated(nn.Module):
+    """Two mixtures; the gates of the first are scattered into zeros, one row for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(16, 4, bias=False) for _ in range(2))
+        self.up, self.down = (nn.Parameter(torch.randn(4, 16, 16) / 4) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, w = x.shape
+        z = x.reshape(-1, w)
+        gates, chosen = self.first(z).softmax(-1).topk(2, -1)
+        gates = torch.zeros(b * s, 4, dtype=z.dtype).scatter(1, chosen, gates)
+        h = nn.functional.silu(torch.einsum("tw,ewd->etd", z, self.up))
+        out = (torch.einsum("etd,edw->etw", h, self.down) * gates.t()[..., None]).sum(0)
+        gates, chosen = self.second(z).softmax(-1).topk(2, -1)
+        for i, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == i)
+            out = out.index_add(0, rows, expert(z[rows]) * gates[rows, place, None])
+        return (x + out.view(b, s, w)).tanh()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(12, 16), nn.Sequential(Gated(), Gated(), Gated())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.layer_norm(self.layers(self.table(ids)), (16,)).square().mean()
+
+
+@pytest.mark.parametrize("fix", [{"tp": 2}, {"dp": 2, "tp": 2, "recompute": "full"}], ids=str)
+def test_zeros_for_rows_of_own_tokens_of_a_tp_rank(fix: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, data = Mixture().double(), {"ids": torch.randint(0, 12, (8, TOKENS))}
+    made = autoptd.parallelize(
+        model, world=fix["tp"] * fix.get("dp", 1), cluster=bulk(Cluster.load("dgx-h100")), batch=8, inputs=data,
+        precision="fp64", optimizer="sgd", optimizer_options=SGD, fix={"pp": 1, "micro": 2, **fix},
+    )  # fmt: skip
+    assert "O" in made.plan.splits.activations.values()  # the splits that this test is about
+    found = train_in_lockstep(made, [data])
+    alone = train_alone(model, [data], optimizer="sgd", optimizer_options=SGD)
+    assert max(differences(found.gradients, alone.gradients).values()) < 1e-10
