@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.cost_models.cluster import Cluster
-from tests.fuzz.pieces import PICTURES, TOKENS, Family, Piece
+from tests.fuzz.pieces import EXPERTS, PICTURES, TOKENS, Family, Piece
 from tests.fuzz.programs import compared, counted, options, tabulated
 from tests.parity.parity_check import bulk
 
@@ -35,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-W, H, D, V, s, p = {_WIDTH}, 4, {_WIDTH // 4}, {_VOCAB}, {_SEQ}, {_SIDE}
+W, H, D, V, E, s, p = {_WIDTH}, 4, {_WIDTH // 4}, {_VOCAB}, 4, {_SEQ}, {_SIDE}
 eye = torch.eye(s, dtype=torch.bool)
 """
 
@@ -130,8 +131,8 @@ def network_text(rng: random.Random, family: Family = TOKENS) -> str:
     )
 
 
-def random_fix(rng: random.Random, family: Family = TOKENS) -> dict[str, Any]:
-    """Return constraints, which may have no plan."""
+def random_fix(rng: random.Random, text: str, family: Family = TOKENS) -> dict[str, Any]:
+    """Return constraints of a network's plan, which may have none."""
     cuts = [1, 1, 1, 1]
     for _ in range(rng.randint(1, 3)):
         cuts[rng.choice([0, 1, 1, 2, 2, *([3] if family is TOKENS else [])])] *= 2
@@ -148,6 +149,8 @@ def random_fix(rng: random.Random, family: Family = TOKENS) -> dict[str, Any]:
             fix["virtual"] = 2
     if rng.random() < 0.3:
         fix["sequence_parallel"] = rng.random() < 0.5
+    if dp > 1 and re.search(EXPERTS.replace("{n}", "[0-9]+").replace("(", r"\("), text) and rng.random() < 0.7:
+        fix["ep"] = 2
     return fix
 
 
@@ -187,7 +190,8 @@ def loaded(text: str, folder: Path, seed: int) -> nn.Module:
 def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
     """Train a network both ways; see `compared`."""
     rng = random.Random(seed)
-    text, fix = network_text(rng, family), random_fix(rng, family)
+    text = network_text(rng, family)
+    fix = random_fix(rng, text, family)
     batches, optimizer = [random_batch(rng, family) for _ in range(2)], rng.choice(["sgd", "adamw"])
     cluster = Cluster.load("dgx-h100")
     given = bulk(cluster) if rng.random() < 0.8 else cluster  # without latencies, small tensors are split as well
@@ -208,7 +212,8 @@ def main() -> int:
     family = PICTURES if arguments.pictures else TOKENS
     if arguments.show:
         rng = random.Random(arguments.seed)
-        print(network_text(rng, family), f"# {random_fix(rng, family)}", sep="\n")
+        text = network_text(rng, family)
+        print(text, f"# {random_fix(rng, text, family)}", sep="\n")
         with tempfile.TemporaryDirectory() as folder:
             print(outcome(arguments.seed, Path(folder), family))
         return 0

@@ -3,12 +3,14 @@
 
 {x}, {y} and {o} are tensors of one shape: (b, s, W) in a model of tokens, (b, W, p, p) in one of pictures. {n} is a
 number of the piece's own, {i} the layer's. `side` has their shape too and comes from before the layers; `mask` is bool
-and has no features. W = H · D features, H heads, L layers.
+and has no features. W = H · D features, H heads, E experts, L layers.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+EXPERTS = "self.experts{n} = nn.ModuleList("  # how lists of experts begin
 
 
 class Piece(NamedTuple):
@@ -45,7 +47,59 @@ q, k, v = (f({x}).view(b, s, H, D).transpose(1, 2) for f in (self.q{n}, self.k{n
 """
 _MERGE = "{o} = {x} + self.p{n}(a.transpose(1, 2).reshape(b, s, W))"
 
+_ROUTER = "self.r{n} = nn.Linear(W, E, bias=False)\n"
+_LISTED = _ROUTER + EXPERTS + "nn.Sequential(nn.Linear(W, W), nn.SiLU(), nn.Linear(W, W)) for k in range(E))"
+_ROUTED = """
+z = {y}.reshape(-1, W)
+g, at = self.r{n}(z).softmax(-1).topk(2, -1)
+a = torch.zeros_like(z)
+"""
+_EXPERTS = [
+    Piece(
+        _LISTED,
+        _ROUTED
+        + """
+for e, expert in enumerate(self.experts{n}):
+    t, k = torch.where(at == e)
+    a.index_add_(0, t, expert(z[t]) * g[t, k, None])
+{o} = {x} + a.view(b, s, W)
+""",
+    ),
+    Piece(
+        _LISTED,
+        _ROUTED
+        + """
+g = g / g.sum(-1, keepdim=True)
+for e, expert in enumerate(self.experts{n}):
+    hit = (at == e).any(-1)
+    a[hit] = a[hit] + expert(z[hit]) * (g * (at == e)).sum(-1)[hit][:, None]
+{o} = {x} + a.view(b, s, W)
+""",
+    ),
+    Piece(
+        _LISTED,
+        _ROUTED
+        + """
+for e in range(E):
+    t = (at[:, 0] == e).nonzero().squeeze(-1)
+    a[t] += self.experts{n}[e](z[t]) * g[t, :1]
+{o} = {x} + a.reshape({x}.shape)
+memo = memo + (torch.zeros(b * s, E, dtype=z.dtype).scatter(1, at, g).view(b, s, E).mean(1) ** 2).sum(-1, keepdim=True)
+""",
+    ),
+    Piece(
+        _ROUTER
+        + "self.u{n}, self.d{n} = nn.Parameter(torch.randn(E, W, W) / 4), nn.Parameter(torch.randn(E, W, W) / 4)",
+        _ROUTED
+        + """
+g = torch.zeros(b * s, E, dtype=z.dtype).scatter(1, at, g)
+h = F.silu(torch.einsum("tw,ewd->etd", z, self.u{n}))
+{o} = {x} + (torch.einsum("etd,edw->etw", h, self.d{n}) * g.t()[..., None]).sum(0).view(b, s, W)
+""",
+    ),
+]
 _MIXERS = [  # of tokens and features
+    *_EXPERTS,
     Piece(_ATTENTION, _HEADS + "a = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n" + _MERGE),
     Piece(_ATTENTION, _HEADS + "a = F.scaled_dot_product_attention(q, k, v)\n" + _MERGE),
     Piece(

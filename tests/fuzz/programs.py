@@ -248,26 +248,35 @@ def compared(
     if alone.norms[0] < 1e-10:
         return "no gradient but rounding"
     world = math.prod(int(fix.get(axis, 1)) for axis in ("dp", "tp", "pp", "cp"))
-    try:
+
+    def off() -> dict[str, float]:
         made = autoptd.parallelize(
             model, world=world, cluster=cluster, batch=samples, precision="fp64",
             inputs={n: x[:2] for n, x in batches[0].items()}, fix=fix, **options,
         )  # fmt: skip
         found = train_in_lockstep(made, batches)
+        return _differences(found, alone, with_state) | {f"copies of {name}": math.inf for name in found.diverged}
+
+    return judged(off, lambda: _differences(train_alone(perturbed(model), batches, **options), alone, with_state))  # type: ignore[arg-type]
+
+
+def judged(off: Callable[[], Mapping[str, float]], noise: Callable[[], Mapping[str, float]]) -> str:
+    """Return the outcome of a training: see `compared`.
+
+    off: runs it, and returns how far its numbers are from those of one process. noise: what rounding alone may do.
+    """
+    try:
+        found = off()
     except AutoptdError as error:
         if isinstance(error, RuntimeFault) and "is not finite" not in error.what:  # a rank failed
             return f"raw: {error.what.splitlines()[0][:160]}"
         return f"refused: {re.sub(r'[0-9]+', 'N', error.what.splitlines()[0])[:90]}"
     except Exception as error:  # noqa: BLE001  what a user must never see
         return f"raw: {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-    if found.diverged:
-        return f"off by copies of {', '.join(found.diverged)}"
-    off = _differences(found, alone, with_state)
-    worst = max(off, key=lambda name: math.inf if off[name] != off[name] else off[name])
-    if off[worst] <= TOLERANCE:
+    worst = max(found, key=lambda name: math.inf if found[name] != found[name] else found[name])
+    if found[worst] <= TOLERANCE:
         return "equal"
-    noise = _differences(train_alone(_perturbed(model), batches, **options), alone, with_state)  # type: ignore[arg-type]
-    return f"off by {off[worst]:.1e} in {worst}" if off[worst] > 100 * max(noise.values()) else "no accuracy"
+    return f"off by {found[worst]:.1e} in {worst}" if found[worst] > 100 * max(noise().values()) else "no accuracy"
 
 
 def _differences(found: Trained, alone: Trained, with_state: bool) -> dict[str, float]:
@@ -277,7 +286,7 @@ def _differences(found: Trained, alone: Trained, with_state: bool) -> dict[str, 
     return off | (differences(found.state, alone.state) if with_state else {})
 
 
-def _perturbed(model: nn.Module) -> nn.Module:
+def perturbed(model: nn.Module) -> nn.Module:
     """Return a copy with the last bit of its parameters changed: what rounding alone may do to its numbers."""
     made = copy.deepcopy(model)
     with torch.no_grad():

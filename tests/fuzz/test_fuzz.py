@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
 from autoptd.testing.parity import Trained, train_in_lockstep
-from tests.fuzz import checkpoint_json, damaged, loading, networks, programs
+from tests.fuzz import checkpoint_json, damaged, loading, networks, programs, trainings
 from tests.fuzz import files as data_files
 from tests.fuzz.__main__ import run, run_checkpoints
 from tests.fuzz.bases import planned
@@ -210,3 +211,20 @@ def test_a_wrong_number_of_a_network_is_seen(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(programs, "train_in_lockstep", spoilt)
     assert networks.outcome(1, tmp_path).startswith("off by 1.0e-07 in the gradient of ")
+
+
+def test_random_trainings_end_as_in_one_process_or_are_refused() -> None:
+    """`python -m tests.fuzz.trainings --count 400` draws more of them."""
+    faults: list[str] = []
+    ends = trainings.run(range(12), faults.append)
+    assert faults == [] and ends["equal"] > 5
+
+
+def test_a_resumed_training_without_its_optimizer_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert trainings.outcome(6, tmp_path) == "equal"
+
+    def resume(par: autoptd.Parallel, root: Path, others: Any) -> int:
+        return par.load(root, others=others, optimizer=False) if any(root.iterdir()) else 0
+
+    monkeypatch.setattr(autoptd.Parallel, "resume", resume)
+    assert trainings.outcome(6, tmp_path).startswith("off by ")
