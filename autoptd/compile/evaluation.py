@@ -20,14 +20,12 @@ from dataclasses import dataclass, replace
 import sympy
 
 from autoptd.codegen.emit import Program
-from autoptd.compile.layout import make_layout
+from autoptd.compile.layout import input_tensors, make_layout
 from autoptd.compile.program import make_program
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError, InputsError, PlanError
 from autoptd.layout.layout import Layout
-from autoptd.passes.graph import info
 from autoptd.passes.objectives.metrics import Metrics
-from autoptd.passes.opcall import Size
 from autoptd.passes.sharding.sharding import Sharding, parameter_splits, to_text
 from autoptd.passes.trace.traced import SEQUENCE
 from autoptd.plans.consistency import modules
@@ -61,7 +59,7 @@ def make_evaluation(source: TracedModel, plan: Plan, metrics: Metrics) -> Evalua
     """
     if source.evaluated is None:
         raise _kept()
-    shapes = _input_shapes(source)
+    shapes = {name: x.shape for name, x in input_tensors(source).items()}
     numbers = {(name, dim) for name, shape in shapes.items() for dim, n in enumerate(shape) if isinstance(n, int)}
     found = source.evaluated(replace(metrics, fixed=frozenset(numbers)))
     found = replace(found, folded=replace(found.folded, unused_parameters=()))  # which the plan may split
@@ -111,13 +109,6 @@ def check_evaluates(source: TracedModel) -> None:
 
 def _kept() -> PlanError:
     return PlanError("this model was read from a kept trace", fix="trace the module itself: autoptd.trace(model)")
-
-
-def _input_shapes(source: TracedModel) -> dict[str, tuple[Size, ...]]:
-    """Return the shapes of the model's inputs and targets, by name."""
-    traced = source.folded.traced
-    found = (n for n in traced.graph.graph.nodes if n.op == "placeholder" and n.name in traced.inputs)
-    return {traced.inputs[node.name]: info(node).shape for node in found}
 
 
 def _sharding(found: TracedModel, plan: Plan) -> Sharding:

@@ -18,9 +18,10 @@ from autoptd.layout.sample_rows import PLAIN, SHARED, samples_first
 from autoptd.layout.size_conditions import SAMPLES, EqualParts, refuse_other_sizes
 from autoptd.layout.state_bytes import elements_of
 from autoptd.passes.fold import Folded
-from autoptd.passes.graph import infos
+from autoptd.passes.graph import info, infos
 from autoptd.passes.held_tensors import held_tensors
 from autoptd.passes.hidden_matrices import hidden_matrices
+from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.random.skipped_layers import skipping_masks
 from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.sharding.expert_regions import expert_parameters
@@ -53,21 +54,25 @@ def _equal_parts(folded: Folded, plan: Plan) -> tuple[EqualParts, ...]:
     return tuple(found)
 
 
+def input_tensors(source: TracedModel) -> dict[str, TensorInfo]:
+    """Return type and shape of the model's inputs and targets, by name; sizes may be symbols."""
+    traced = source.folded.traced
+    found = (n for n in traced.graph.graph.nodes if n.op == "placeholder" and n.name in traced.inputs)
+    return {traced.inputs[node.name]: info(node) for node in found}
+
+
 def _input_specs(source: TracedModel, plan: Plan) -> dict[str, InputSpec]:
     """Return type and shape that a batch must have, by the model's inputs."""
     traced = source.folded.traced
     values = {symbol: plan.sizes[str(symbol)] for symbol in traced.sizes}
     found = {}
-    for node in traced.graph.graph.nodes:
-        if node.op == "placeholder" and node.name in traced.inputs:
-            x = infos(node)[0]
-            name = traced.inputs[node.name]
-            rows = traced.rows.get(name, PLAIN)
-            shape = x.shape if rows == SHARED else x.shape[1:]
-            symbols = tuple(str(n) if isinstance(n, sympy.Expr) and n.free_symbols else "" for n in shape)
-            sizes = tuple(int(sympy.sympify(n).subs(values)) for n in shape)
-            value = tuple(traced.known[name].flatten().tolist()) if name in traced.known else ()
-            found[name] = InputSpec(x.dtype, sizes, symbols, rows, value, written=name in traced.written)
+    for name, x in input_tensors(source).items():
+        rows = traced.rows.get(name, PLAIN)
+        shape = x.shape if rows == SHARED else x.shape[1:]
+        symbols = tuple(str(n) if isinstance(n, sympy.Expr) and n.free_symbols else "" for n in shape)
+        sizes = tuple(int(sympy.sympify(n).subs(values)) for n in shape)
+        value = tuple(traced.known[name].flatten().tolist()) if name in traced.known else ()
+        found[name] = InputSpec(x.dtype, sizes, symbols, rows, value, written=name in traced.written)
     return {name: found[name] for name in samples_first(traced.inputs.values(), traced.rows)}
 
 

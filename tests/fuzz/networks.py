@@ -198,27 +198,36 @@ def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
     return compared(loaded(text, folder, seed), batches, fix, SAMPLES, optimizer=optimizer, cluster=given)
 
 
-def run(seeds: Sequence[int], say: Callable[[str], object] = print, family: Family = TOKENS) -> Counter[str]:
-    """Return counts by outcome of the networks of these seeds; faults are reported as they are found."""
+Judge = Callable[[int, Path, Family], str]
+
+
+def run(
+    seeds: Sequence[int], say: Callable[[str], object] = print, family: Family = TOKENS, judge: Judge = outcome
+) -> Counter[str]:
+    """Return counts by outcome of what is drawn from these seeds; faults are reported as they are found."""
     with tempfile.TemporaryDirectory() as folder:
-        return counted(seeds, lambda seed: outcome(seed, Path(folder), family), say)
+        return counted(seeds, lambda seed: judge(seed, Path(folder), family), say)
 
 
-def main() -> int:
-    parser = options("tests.fuzz.networks", __doc__.splitlines()[0])
+def command(module: str, description: str, shown: Callable[[random.Random, Family], object], judge: Judge) -> int:
+    """Run a command that draws networks, and return its exit code. `shown`: the text of what is drawn."""
+    parser = options(module, description)
     parser.add_argument("--pictures", action="store_true", help="draw networks of pictures instead of tokens")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     family = PICTURES if arguments.pictures else TOKENS
     if arguments.show:
-        rng = random.Random(arguments.seed)
-        text = network_text(rng, family)
-        print(text, f"# {random_fix(rng, text, family)}", sep="\n")
+        print(shown(random.Random(arguments.seed), family))
         with tempfile.TemporaryDirectory() as folder:
-            print(outcome(arguments.seed, Path(folder), family))
+            print(judge(arguments.seed, Path(folder), family))
         return 0
-    return tabulated(arguments, lambda seeds: run(seeds, family=family))
+    return tabulated(arguments, lambda seeds: run(seeds, family=family, judge=judge))
+
+
+def _shown(rng: random.Random, family: Family) -> str:
+    text = network_text(rng, family)
+    return f"{text}\n# {random_fix(rng, text, family)}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("tests.fuzz.networks", __doc__.splitlines()[0], _shown, outcome))

@@ -216,7 +216,7 @@ def test_a_wrong_number_of_a_network_is_seen(monkeypatch: pytest.MonkeyPatch, tm
 def test_random_trainings_end_as_in_one_process_or_are_refused() -> None:
     """`python -m tests.fuzz.trainings --count 400` draws more of them."""
     faults: list[str] = []
-    ends = trainings.run(range(12), faults.append)
+    ends = networks.run(range(12), faults.append, judge=trainings.outcome)
     assert faults == [] and ends["equal"] > 5
 
 

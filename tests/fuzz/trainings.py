@@ -21,7 +21,6 @@ import re
 import socket
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -42,9 +41,9 @@ from autoptd.runtime.comm.listening import LOOPBACK, on_loopback
 from autoptd.runtime.comm.processes import connect_processes
 from autoptd.runtime.optimizers.named import construct
 from autoptd.testing.parity import differences, on_host
-from tests.fuzz.networks import SAMPLES, loaded, network_text, random_batch, random_fix
-from tests.fuzz.pieces import PICTURES, TOKENS, Family
-from tests.fuzz.programs import counted, judged, options, perturbed, tabulated
+from tests.fuzz.networks import SAMPLES, command, loaded, network_text, random_batch, random_fix
+from tests.fuzz.pieces import TOKENS, Family
+from tests.fuzz.programs import judged, perturbed
 from tests.parity.parity_check import bulk
 
 T = TypeVar("T")
@@ -395,25 +394,5 @@ def _differences(found: Ended, alone: Ended) -> dict[str, float]:
     return off
 
 
-def run(seeds: Sequence[int], say: Callable[[str], object] = print, family: Family = TOKENS) -> Counter[str]:
-    """Return counts by outcome of the trainings of these seeds; faults are reported as they are found."""
-    with tempfile.TemporaryDirectory() as folder:
-        return counted(seeds, lambda seed: outcome(seed, Path(folder), family), say)
-
-
-def main() -> int:
-    parser = options("tests.fuzz.trainings", __doc__.splitlines()[0])
-    parser.add_argument("--pictures", action="store_true", help="train networks of pictures instead of tokens")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    family = PICTURES if arguments.pictures else TOKENS
-    if arguments.show:
-        print(draw(random.Random(arguments.seed), family))
-        with tempfile.TemporaryDirectory() as folder:
-            print(outcome(arguments.seed, Path(folder), family))
-        return 0
-    return tabulated(arguments, lambda seeds: run(seeds, family=family))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("tests.fuzz.trainings", __doc__.splitlines()[0], draw, outcome))

@@ -411,8 +411,8 @@ class Headed(nn.Module):
 
 @pytest.mark.parametrize("fix", [{"tp": 2}, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
 def test_parameters_that_metrics_do_not_read_may_be_split(fix: dict[str, Any]) -> None:
-    x, world = torch.randn(4, WIDE, dtype=torch.float64), fix.get("dp", 1) * fix["tp"]
     torch.manual_seed(0)
+    x, world = torch.randn(4, WIDE, dtype=torch.float64), fix.get("dp", 1) * fix["tp"]
     model, cluster = Headed(), bulk(Cluster.load("dgx-h100"))
     asked = {"loss": lambda out: out["logits"].square().mean(), "batch": 4, "precision": "fp64", "cluster": cluster}
     made = autoptd.parallelize(model, world=world, inputs={"x": x}, fix=fix, **asked)  # type: ignore[arg-type]
