@@ -181,7 +181,7 @@ def _of_callable(function: object, calls: int, seen: set[int]) -> Iterator[ReadV
 
 
 def _of_function(function: FunctionType, calls: int, seen: set[int]) -> Iterator[ReadValue]:
-    if id(function) in seen or function.__module__.partition(".")[0] in _LIBRARIES:
+    if id(function) in seen or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
         return
     seen.add(id(function))
     names, known = _names(function.__code__), function.__globals__

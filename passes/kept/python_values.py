@@ -2,7 +2,7 @@
 
     self.step            an attribute of a module
     Model.step           an attribute of a class
-    STEP                 a global of a file
+    STEP                 a global of a file, or of code without one that `exec` ran
     n of hook            what a function holds: a variable of the function around it, a default argument, an attribute
     step of a Schedule   an attribute of an object of the user's
 
@@ -86,12 +86,14 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
         put, drop = (functools.partial(f, cls) for f in (setattr, delattr))
         yield Holder(f"class {cls.__module__}.{cls.__qualname__}", vars(cls), put, drop)
         _find_code(list(vars(cls).values()), code)
+    for name, names in _globals_without_file(code):
+        yield Holder(name, names, names.__setitem__, names.__delitem__)
     for key, value in code.items():
         if isinstance(value, types.FunctionType):
             yield _of_function(value, f"function {value.__qualname__}#{key}")
         else:
             put, drop = (functools.partial(f, value) for f in (setattr, delattr))
-            yield Holder(f"object {type(value).__qualname__}#{key}", _fields(value), put, drop)
+            yield Holder(f"object {type(value).__qualname__}#{key}", _fields(value) or {}, put, drop)
 
 
 def _files_of(classes: Iterable[type], code: Mapping[int, Any]) -> list[str]:
@@ -109,6 +111,17 @@ def _files_of(classes: Iterable[type], code: Mapping[int, Any]) -> list[str]:
                 other = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
                 stack += [other] if other not in found and is_users(other) else []
     return sorted(found)
+
+
+def _globals_without_file(code: Mapping[int, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the globals of functions that no imported file holds, each with its name."""
+    found: dict[int, None] = {}
+    for function in (x for x in code.values() if isinstance(x, types.FunctionType)):
+        names = function.__globals__
+        file = sys.modules.get(names.get("__name__", ""))
+        if (file is None or vars(file) is not names) and id(names) not in found:
+            found[id(names)] = None
+            yield f"globals of {function.__qualname__}#{id(names)}", names
 
 
 def label(name: Name) -> str:
@@ -203,8 +216,7 @@ def _contents(value: Any, known: dict[int, object]) -> object:
 
 
 def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
-    """Add the functions among values, and those that they hold, that hold anything from call to call; and the objects
-    of the user's classes."""
+    """Add the functions and the objects of the user's classes among values, and those that they hold."""
     stack = list(values)
     seen: dict[int, Any] = {}  # containers, which may hold themselves
     while stack:
@@ -225,18 +237,18 @@ def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
         elif isinstance(value, _SEQUENCES) and len(value) <= _MOST:
             seen[id(value)] = value
             stack += (x for x in value if not isinstance(x, _SIMPLE))
-        elif held := _fields(value):
+        elif (held := _fields(value)) is not None:
             found[id(value)] = value
             stack += held.values()
 
 
-def _fields(value: Any) -> Mapping[str, object]:
-    """Return what a function holds from call to call, and the attributes of an object of the user's; else nothing."""
+def _fields(value: Any) -> Mapping[str, object] | None:
+    """Return what a function holds from call to call, or the attributes of an object of the user's; else None."""
     if isinstance(value, types.FunctionType):
-        return _values_of(value) if _may_be_own(value.__module__) else {}
+        return _values_of(value) if _may_be_own(value.__module__ or "") else None
     kind = type(value).__module__
     if not (kind in _PLAIN or is_users(kind)) or isinstance(value, nn.Module | Tensor | type | types.ModuleType):
-        return {}
+        return None
     slots = (name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
     try:
         return vars(value)

@@ -322,8 +322,8 @@ def _is_torchs(loss: Callable[..., Any]) -> bool:
     """Return whether a loss is one of torch's, which take only tensors."""
     while isinstance(loss, functools.partial):
         loss = loss.func
-    owner = type(loss) if isinstance(loss, nn.Module) else loss
-    return (getattr(owner, "__module__", None) or "torch").partition(".")[0] == "torch"
+    module = getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", None)
+    return (module or ("" if inspect.isfunction(loss) else "torch")).partition(".")[0] == "torch"  # C++: None
 
 
 def _name(loss: Callable[..., Any]) -> str:

@@ -291,6 +291,14 @@ def test_torchs_losses_take_tensors() -> None:
     assert "dict with 'logits', 'hidden'" in error.what
 
 
+def test_a_function_that_names_no_module_is_not_torchs() -> None:
+    made: dict[str, Any] = {}
+    exec("def loss(out, y): return (out['logits'] - y).square().mean()", made)
+    assert made["loss"].__module__ is None
+    model = randomised(Two(lambda logits, hidden: {"logits": logits, "hidden": hidden}))
+    assert wrong(model, x(), made["loss"], values()) == []
+
+
 def test_a_single_target_named_like_an_input() -> None:
     class Sees(Plain):
         def forward(self, targets: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -296,6 +297,35 @@ def test_what_the_first_pass_sets_before_it_computes_is_allowed() -> None:
 def test_a_loss_that_every_call_changes_is_refused(loss: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(UnsupportedOp, match=r"changes (loss|calls of object PlainLoss).*in every pass"):
         trace(Scaled(lambda x: 1.0), {"x": torch.ones(2, 4)}, loss=loss)
+
+
+def of_all(out: Tensor) -> Tensor:
+    return out.mean() * of_global(out)
+
+
+class Score:
+    """A loss without attributes."""
+
+    def __call__(self, out: Tensor) -> Tensor:
+        return of_all(out)
+
+
+def without_a_file() -> Callable[[Tensor], Tensor]:
+    names: dict[str, Any] = {"step": 0}
+    exec("def counts(out):\n    global step\n    step += 1\n    return out.mean() * step", names)
+    found: Callable[[Tensor], Tensor] = names["counts"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(of_all, "STEP of file "), (Score(), "STEP of file "), (without_a_file(), "step of globals of counts")],
+    ids=["function", "object", "exec"],
+)
+def test_globals_of_a_loss_are_looked_at_where_torch_has_the_model(loss: Callable[[Tensor], Tensor], name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(UnsupportedOp, match=f"forward changes {name}"):
+        trace(model, {"input": torch.ones(2, 4)}, loss=loss)
 
 
 def of_masks(x: Tensor) -> Tensor:
