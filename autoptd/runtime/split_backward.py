@@ -9,7 +9,7 @@ path, the nodes between its outputs and the tensors it received, and of branches
 
 Some parameters get their gradient in B nevertheless: those reached from several nodes of the input path, those behind a
 node written in Python (whose backward cannot be split unless it has a `part`, as those of `ops.axis.products`) or a
-node in `WHOLE`, and those of recomputed blocks (or W would recompute them too).
+group norm, and those of recomputed blocks (or W would recompute them too).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 Root = tuple[GradientEdge, Tensor | None]  # where an output's gradient enters the graph; None for a loss
 # nodes that compute all their gradients at once: on a CPU, torch 2.13 ends with a segmentation fault where a group norm
 # of a channels-last tensor computes those of its parameters alone
-WHOLE = ("NativeGroupNormBackward0",)
+_WHOLE = ("NativeGroupNormBackward0",)
 
 
 @dataclass
@@ -76,7 +76,7 @@ def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Co
     for node, found in branches.items():
         in_w: dict[int, Tensor] = {}
         early = {key for key in found if reached_from[key] > 1 or key in at_once}
-        whole = node.name() in WHOLE
+        whole = node.name() in _WHOLE
         whole |= isinstance(node, BackwardCFunction) and (bool(early) or not hasattr(node, "part"))
         for key, parameter in found.items():
             at = in_b if whole or key in early else in_w

@@ -323,7 +323,7 @@ def _is_torchs(loss: Callable[..., Any]) -> bool:
     while isinstance(loss, functools.partial):
         loss = loss.func
     module = getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", None)
-    return (module or ("" if inspect.isfunction(loss) else "torch")).partition(".")[0] == "torch"  # C++: None
+    return (module or ("" if inspect.isfunction(loss) else "torch")).partition(".")[0] == "torch"  # C++ names none
 
 
 def _name(loss: Callable[..., Any]) -> str:
