@@ -79,7 +79,8 @@ def test_a_layer_communicates_as_megatron_does(model: str, planned: autoptd.Para
 def test_the_plan_counts_what_the_program_has(planned: autoptd.Parallel):
     """Counted in the emitted source: the communicating lines of a block, and the stage's own."""
     blocks = planned.program.files["blocks.py"]
-    calls = Counter(re.findall(r"tp\.(all_gather|reduce_scatter|all_reduce|all_to_all)\(", blocks))
+    calls = Counter(re.findall(r"tp\.(all_gather|gather_linear|reduce_scatter|all_reduce|all_to_all)s?\(", blocks))
+    calls["all_gather"] += calls.pop("gather_linear", 0)
     assert calls == PAIR
     assert planned.plan.mesh.pp == 1
     own = Counter(re.findall(r"tp\.(\w+)\(", planned.program.files["stage_0.py"]))

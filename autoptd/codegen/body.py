@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autoptd.codegen.expressions import SourceText, call_text, expression, size_text, value_text
-from autoptd.codegen.joined import gathered_text, head_text, line_reads, scattered_text
+from autoptd.codegen.joined import head_text, line_reads, products_text, scattered_text
 from autoptd.codegen.lines import conversion_args, conversion_note, implementation_note, summed_note
 from autoptd.codegen.names import TAKEN, Names, hint, read_by, reads_in_place
 from autoptd.codegen.quoting import code_of
@@ -36,8 +36,8 @@ from autoptd.passes.rules.lookup import op_of
 from autoptd.passes.rules.table import IMPLEMENTATIONS
 from autoptd.passes.sharding.context_parallel_graph import TOKEN_OPS, ring
 from autoptd.passes.sharding.expert_parallel_graph import EXPERT_OPS
-from autoptd.passes.sharding.ring_products import RingGather, RingScatter
 from autoptd.passes.sharding.sharding import KindSharding, Sharding, ops_of, tensor_name
+from autoptd.passes.sharding.tp_products import RingScatter, SharedOperand
 
 aten = torch.ops.aten
 Held = tuple[fx.Node, Placement]
@@ -138,7 +138,7 @@ class Body:
         sent = {*segment.sends, *(o for n in segment.sends if reads_in_place(n) for o in read_by(n))}
         local = set(segment.nodes) - sent
 
-        gathers = {node: gather for gather in self.recomputation.gathers for node in gather.products}
+        shared = {node: each for each in self.recomputation.shared for node in each.products}
 
         def write(i: int, node: fx.Node) -> None:
             self.at = (segment.index, i)
@@ -146,9 +146,9 @@ class Body:
                 given[node] = decided.strategies[i].gives[0]
                 return
             done = [o for o in dict.fromkeys(line_reads(node, self.heads.get(node))) if o in local and last_use[o] == i]
-            if node in gathers:
-                if node is gathers[node].products[0]:
-                    self._gathered(gathers[node], strategies, given)
+            if node in shared:
+                if node is shared[node].products[0]:
+                    self._products(shared[node], strategies, given)
                 for operand in done:
                     self._forget(operand)
                 return
@@ -229,14 +229,14 @@ class Body:
                 self.held[output, _plain(output, placement)] = name
                 self._assign(name, output, placement)
 
-    def _gathered(
-        self, gather: RingGather, strategies: Mapping[fx.Node, Strategy], given: dict[fx.Node, Placement]
+    def _products(
+        self, shared: SharedOperand, strategies: Mapping[fx.Node, Strategy], given: dict[fx.Node, Placement]
     ) -> None:
-        """Write all products of a gathered tensor, at the first of them."""
-        text = gathered_text(self, gather, strategies, given)
-        names = [self.names.fresh(self.called.get(node) or hint(node)) for node in gather.products]
+        """Write all products of a tensor, at the first of them."""
+        text = products_text(self, shared, strategies, given)
+        names = [self.names.fresh(self.called.get(node) or hint(node)) for node in shared.products]
         self.lines.append(f"{', '.join(names)} = {text}")
-        for node, name in zip(gather.products, names, strict=True):
+        for node, name in zip(shared.products, names, strict=True):
             given[node] = strategies[node].gives[0]
             self.bind(node, given[node], name)
             self._assign(name, node, given[node])

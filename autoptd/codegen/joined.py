@@ -1,5 +1,5 @@
 """Lines that join several ops, or an op and a conversion: a head in chunks of the vocabulary, with its product and its
-loss; products around the ring of tp, with what is gathered for them or scattered after them."""
+loss; products beside communication of tp, with what is gathered for them or scattered after them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import fx
 from autoptd.codegen.expressions import SourceText, call_text
 from autoptd.codegen.lines import conversion_args, conversion_note
 from autoptd.codegen.names import read_by
-from autoptd.layout.placements import BP, P, Placement
+from autoptd.layout.placements import BP, P, Placement, Split
 from autoptd.passes.analysis.heads import LOSSES, Head
 from autoptd.passes.graph import info, op_call, operands
 from autoptd.passes.rules.factors import Strategy
-from autoptd.passes.sharding.ring_products import RingGather, RingScatter
+from autoptd.passes.sharding.tp_products import RingScatter, SharedOperand
 
 _OPTIONS = (("ignore_index", -100), ("label_smoothing", 0.0))  # of a loss, behind logits and labels
 
@@ -59,26 +59,27 @@ def head_text(
     return text if result == head.computed_in else f"{text}.to({result})"
 
 
-def gathered_text(
-    body: LineWriter, gather: RingGather, strategies: Mapping[fx.Node, Strategy], given: Mapping[fx.Node, Placement]
+def products_text(
+    body: LineWriter, shared: SharedOperand, strategies: Mapping[fx.Node, Strategy], given: Mapping[fx.Node, Placement]
 ) -> str:
-    """Return the products of a gathered tensor as one call, with its comment."""
-    x = body.read(gather.tensor, given[gather.tensor], gather.source)
+    """Return the products of a tensor as one call, with its comment."""
+    x = body.read(shared.tensor, given[shared.tensor], shared.source)
     columns = []
-    for node in gather.products:
+    for node in shared.products:
         reads = zip(operands(node)[1:], strategies[node].needs[1:], strict=True)
         weight, *bias = (SourceText(body.read(o, given[o], p)) for o, p in reads)
         columns.append((weight, bias[0] if bias else None))
     weights, biases = zip(*columns, strict=True)
-    args = [*conversion_args(gather.source, BP), *(["again=True"] if gather.again else [])]
+    function = "gather_linear" if isinstance(shared.source, Split) else "sum_gradient_linear"
     if len(columns) == 1:
-        given_texts = [weights[0], *(b for b in biases if b is not None)]
-        function = "gather_linear"
+        texts = [weights[0], *(b for b in biases if b is not None)]
     else:
-        given_texts = [f"[{', '.join(weights)}]"]
-        given_texts += [f"[{', '.join(map(str, biases))}]"] if any(biases) else []
-        function = "gather_linears"
-    return f"tp.{function}({', '.join([x, *given_texts, *args])})  # {conversion_note(gather.source, BP, True)}"
+        function += "s"
+        texts = [f"[{', '.join(weights)}]"]
+        texts += [f"[{', '.join(map(str, biases))}]"] if any(biases) else []
+    options = [f"{name}=True" for name in ("again", "ring") if getattr(shared, name)]
+    args = [x, *texts, *conversion_args(shared.source, BP), *options]
+    return f"tp.{function}({', '.join(args)})  # {conversion_note(shared.source, BP, True)}"
 
 
 def scattered_text(product: str, scatter: RingScatter) -> str:

@@ -6,7 +6,8 @@ ops         x = keep(F.linear, x, w)           the whole block is recomputed, ex
 full        _, chosen = keep(torch.topk, x, 2)     the whole block is recomputed, except for decisions
 regather    def core(x): …                     a run of ops that read a tensor gathered by tp: re-gather in backward
                 x = tp.all_gather(x, …)        recomputes the all-gather, but not the ops
-                return spare(F.linear, x, w)
+                return spare(torch.sum, x)
+            tp.gather_linear(x, w, again=True)     products alone re-gather by themselves
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from itertools import groupby
 
 from torch import fx
 
-from autoptd.layout.placements import BP
+from autoptd.layout.placements import BP, Split
 from autoptd.ops import library as ops
 from autoptd.passes.analysis.activations import decides, recomputed_steps
 from autoptd.passes.analysis.dataflow import DataflowStep, Flow, flow
@@ -28,8 +29,8 @@ from autoptd.passes.fold import Segment
 from autoptd.passes.graph import operands
 from autoptd.passes.sharding.context_parallel_graph import convert
 from autoptd.passes.sharding.expert_parallel_graph import route
-from autoptd.passes.sharding.ring_products import RingGather, RingScatter, ring_products
 from autoptd.passes.sharding.sharding import Sharding, tensor_name
+from autoptd.passes.sharding.tp_products import RingScatter, SharedOperand, tp_products
 
 Converted = tuple[str, str]  # a tensor's name and the placement that it is brought into
 Placed = tuple[int, fx.Node]  # position in the segment, node
@@ -50,7 +51,7 @@ class Recomputation:
     spare: frozenset[fx.Node] = frozenset()
     views: frozenset[fx.Node] = frozenset()
     products: frozenset[fx.Node] = frozenset()  # nodes kept by a policy, all of which are function calls
-    gathers: frozenset[RingGather] = frozenset()  # products around the ring of tp
+    shared: frozenset[SharedOperand] = frozenset()  # products beside communication of tp
     scatters: frozenset[RingScatter] = frozenset()
 
     def written(self, node: fx.Node, text: str) -> str:
@@ -69,12 +70,12 @@ def recomputation_of(
     """Apply a policy to segments, with the steps that `passes.analysis.activations` counts.
 
     `regather`: re-gather in backward what tp gathers, unless the whole block is recomputed. `rings`: multiply around
-    the ring of tp, but not under "ops", which keeps some products of a gathered tensor and recomputes others.
+    the ring of tp. Under "ops", which keeps some products of a tensor and recomputes others, none of these are joined.
     """
     chosen = _of_policy(segments, sharding, policy)
     if regather and policy in ("none", "selective"):
         chosen = _with_gathers(segments, sharding, chosen)
-    return _with_rings(segments, sharding, chosen) if rings and policy != "ops" else chosen
+    return _with_products(segments, sharding, chosen, rings) if policy != "ops" and sharding.ranks > 1 else chosen
 
 
 def in_place_of(
@@ -123,22 +124,26 @@ def _with_gathers(segments: Sequence[Segment], sharding: Sharding, chosen: Recom
     )
 
 
-def _with_rings(segments: Sequence[Segment], sharding: Sharding, chosen: Recomputation) -> Recomputation:
-    """Take products around the ring out of the core: those of a tensor that is re-gathered do that themselves."""
-    found = [ring_products(segment, sharding.kinds[segment.kind]) for segment in segments]
-    gathers, again = set(), set[fx.Node]()
-    for gather in (g for each in found for g in each.gathers):
-        regathered = (tensor_name(gather.tensor), str(BP)) in chosen.core_conversions
-        gathers.add(replace(gather, again=regathered))
-        again |= set(gather.products) if regathered else set()
+def _with_products(
+    segments: Sequence[Segment], sharding: Sharding, chosen: Recomputation, rings: bool
+) -> Recomputation:
+    """Take products beside communication out of the core: those of a tensor that is re-gathered do that themselves."""
+    found = [tp_products(segment, sharding.kinds[segment.kind]) for segment in segments]
+    shared, again = set(), set[fx.Node]()
+    for each in (operand for one in found for operand in one.operands):
+        regathered = (tensor_name(each.tensor), str(BP)) in chosen.core_conversions
+        if regathered or chosen.core.isdisjoint(each.products):
+            ring = rings and isinstance(each.source, Split)
+            shared.add(replace(each, again=regathered, ring=ring))
+            again |= set(each.products) if regathered else set()
     return replace(
         chosen,
         core=chosen.core - again,
-        core_conversions=chosen.core_conversions - {(tensor_name(g.tensor), str(BP)) for g in gathers},
+        core_conversions=chosen.core_conversions - {(tensor_name(each.tensor), str(BP)) for each in shared},
         kept=chosen.kept - again,
         spare=chosen.spare - again,
-        gathers=frozenset(gathers),
-        scatters=frozenset(s for each in found for s in each.scatters),
+        shared=frozenset(shared),
+        scatters=frozenset(s for one in found for s in one.scatters if rings),
     )
 
 

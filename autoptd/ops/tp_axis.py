@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autoptd.ops.axis.products import GatheredProducts, RowSplit, ScatteredProduct
+from autoptd.ops.axis.products import RowSplit, ScatteredProduct, SummedProducts, WholeRows
 from autoptd.ops.axis.slices import Slice, from_slices, own_slice, to_slices
 from autoptd.ops.dropout import DimSlice
 from autoptd.ops.group import Group
@@ -117,11 +117,29 @@ class Axis:
 
     # Conversions with the products beside them (`axis.products`)
 
+    def sum_gradient_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """B -> Bp, then `F.linear`: see `sum_gradient_linears`."""
+        return self.sum_gradient_linears(x, [weight], [bias])[0]
+
+    def sum_gradient_linears(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+    ) -> tuple[Tensor, ...]:
+        """B -> Bp, then `F.linear` with each weight: the sum of x's gradient travels beside the weights' products."""
+        return self._linears(x, WholeRows(self.group), False, weights, biases)
+
     def gather_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dim: int, groups: int = 1, again: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dim: int,
+        groups: int = 1,
+        again: bool = False,
+        ring: bool = False,
     ) -> Tensor:
         """S -> Bp, then `F.linear`: see `gather_linears`."""
-        return self.gather_linears(x, [weight], [bias], dim=dim, groups=groups, again=again)[0]
+        return self.gather_linears(x, [weight], [bias], dim=dim, groups=groups, again=again, ring=ring)[0]
 
     def gather_linears(
         self,
@@ -132,17 +150,14 @@ class Axis:
         dim: int,
         groups: int = 1,
         again: bool = False,
+        ring: bool = False,
     ) -> tuple[Tensor, ...]:
-        """S -> Bp, then `F.linear` with each weight: the next rows travel beside the products of those that are here.
+        """S -> Bp, then `F.linear` with each weight: the sum of x's gradient travels beside the weights' products.
 
-        Backward sums the gradients of rows around the ring. `again`: it gathers x again instead of keeping all of it.
+        `ring`: the next rows travel beside the products of those that are here, and backward sums the gradients of rows
+        around the ring. `again`: it gathers x again instead of keeping all of it.
         """
-        biases = [None] * len(weights) if biases is None else biases
-        if self.size == 1:
-            return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        rows = RowSplit(self.group, dim % x.ndim, groups)
-        found: tuple[Tensor, ...] = GatheredProducts.apply(x, rows, again, len(weights), *weights, *biases)
-        return found
+        return self._linears(x, RowSplit(self.group, dim % x.ndim, groups, ring), again, weights, biases)
 
     def linear_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dim: int, groups: int = 1
@@ -153,7 +168,7 @@ class Axis:
         """
         if self.size == 1:
             return F.linear(x, weight, bias)
-        found: Tensor = ScatteredProduct.apply(x, RowSplit(self.group, dim % x.ndim, groups), weight, bias)
+        found: Tensor = ScatteredProduct.apply(x, RowSplit(self.group, dim % x.ndim, groups, ring=True), weight, bias)
         return found
 
     # For ops whose operands are whole on every rank
@@ -189,6 +204,20 @@ class Axis:
         if x.requires_grad and torch.is_grad_enabled():
             return _Conversion.apply(x, value, gradient)
         return value(x)
+
+    def _linears(
+        self,
+        x: Tensor,
+        rows: RowSplit | WholeRows,
+        again: bool,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] | None,
+    ) -> tuple[Tensor, ...]:
+        biases = [None] * len(weights) if biases is None else biases
+        if self.size == 1:
+            return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        found: tuple[Tensor, ...] = SummedProducts.apply(x, rows, again, len(weights), *weights, *biases)
+        return found
 
     def _sum(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(_copy(x))

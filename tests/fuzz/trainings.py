@@ -11,9 +11,11 @@ smaller last batch, evaluation between steps, and a checkpoint that another plan
 from __future__ import annotations
 
 import copy
+import faulthandler
 import fnmatch
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import random
@@ -21,7 +23,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,6 +67,7 @@ _OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adadelta, {"lr": 0.5}),
     (torch.optim.ASGD, {"lr": 0.02, "t0": 1}),
 ]
+_LONGEST_S = 120.0  # of the ranks of a plan; a slow machine takes a tenth of it
 _TENSORS = ("labels", "mask", "targets")  # of a batch, besides what the layers read
 
 
@@ -290,9 +293,10 @@ def _on_forks(mesh: Mesh, body: Callable[[Communicators], T]) -> T:
 
         def work(rank: int, pipe: Connection) -> None:
             os.environ.update(env, RANK=str(rank))
+            faulthandler.dump_traceback_later(_LONGEST_S - 10, exit=True)
             try:
                 with on_loopback():
-                    found = body(connect_processes(mesh, torch.device("cpu"), 300.0))
+                    found = body(connect_processes(mesh, torch.device("cpu"), _LONGEST_S))
                 pipe.send_bytes(pickle.dumps((True, found)))  # by value: this process ends
             except BaseException as error:  # noqa: BLE001  raised in the parent
                 pipe.send_bytes(pickle.dumps((False, error)))
@@ -304,22 +308,28 @@ def _on_forks(mesh: Mesh, body: Callable[[Communicators], T]) -> T:
             theirs.close()
             started.append((process, mine))
         try:
-            answers = [_answer(pipe) for _, pipe in started]
+            answers: dict[Connection, Any] = dict(_answers([pipe for _, pipe in started]))
         finally:
             for process, _ in started:
                 process.terminate()
                 process.join()
-    for error in (found for done, found in answers if not done):
-        raise error
-    first: T = answers[0][1]
+    first: T = answers[started[0][1]]
     return first
 
 
-def _answer(pipe: Connection) -> tuple[bool, Any]:
-    if not pipe.poll(600):
-        return False, TimeoutError("no answer in 600 s")
-    answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
-    return answer
+def _answers(pipes: Collection[Connection]) -> Iterator[tuple[Connection, Any]]:
+    """Yield what each rank returns; raise the first error of any, since the others may wait for that rank."""
+    left = set(pipes)
+    while left:
+        ready = multiprocessing.connection.wait(left, timeout=_LONGEST_S)
+        if not ready:
+            raise TimeoutError(f"{len(left)} of {len(pipes)} ranks gave no answer in {_LONGEST_S:.0f} s")
+        for pipe in (pipe for pipe in pipes if pipe in ready):
+            done, found = pickle.loads(pipe.recv_bytes())
+            if not done:
+                raise found
+            left.remove(pipe)
+            yield pipe, found
 
 
 def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:

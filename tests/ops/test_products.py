@@ -1,8 +1,11 @@
-"""Products around the ring of tp: values and every gradient of the conversions and products that they stand for."""
+"""Products beside communication of tp: values and all gradients of the conversions and products that they stand for."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 from autoptd.layout.mesh import Mesh
 from autoptd.ops.axis import products, ring
 from autoptd.ops.axis.slices import own_slice
-from autoptd.ops.group import Group
+from autoptd.ops.group import Group, Handle
 from autoptd.ops.tp_axis import Axis
 from autoptd.runtime.comm.interfaces import Communicators
-from autoptd.runtime.comm.threaded import run_lockstep
+from autoptd.runtime.comm.threaded import LockstepGroup, run_lockstep
 from autoptd.runtime.split_backward import backward_inputs
 
 WIDTH = 6
@@ -26,21 +29,41 @@ Products = Callable[[Axis, list[Tensor], tuple[int, int]], tuple[Tensor, ...]]
 
 def apart(tp: Axis, given: list[Tensor], split: tuple[int, int]) -> tuple[Tensor, ...]:
     """The conversions and products one after another."""
-    x, y, first, second, third, bias, partial = given
-    whole = tp.all_gather(x, *split)
-    both = F.linear(whole, first, bias), F.linear(whole, second.t())
-    return (*both, tp.reduce_scatter(F.linear(y, third, partial), *split))
+    x, y, first, second, third, bias, own = given
+    gathered = tp.all_gather(x, *split)
+    both = F.linear(gathered, first, bias), F.linear(gathered, second.t())
+    return (*both, tp.reduce_scatter(F.linear(y, third, own), *split))
 
 
-def around(tp: Axis, given: list[Tensor], split: tuple[int, int], again: bool = False) -> tuple[Tensor, ...]:
-    x, y, first, second, third, bias, partial = given
+def around(
+    tp: Axis, given: list[Tensor], split: tuple[int, int], again: bool = False, ring: bool = True
+) -> tuple[Tensor, ...]:
+    x, y, first, second, third, bias, own = given
     how = {"dim": split[0], "groups": split[1]}
-    both = tp.gather_linears(x, [first, second.t()], [bias, None], **how, again=again)
-    return (*both, tp.linear_scatter(y, third, partial, **how))
+    both = tp.gather_linears(x, [first, second.t()], [bias, None], **how, again=again, ring=ring)
+    return (*both, tp.linear_scatter(y, third, own, **how))
 
 
-def again(tp: Axis, given: list[Tensor], split: tuple[int, int]) -> tuple[Tensor, ...]:
-    return around(tp, given, split, again=True)
+FORMS = {
+    "ring": around,
+    "ring, again": partial(around, again=True),
+    "gathered": partial(around, ring=False),
+    "gathered, again": partial(around, again=True, ring=False),
+}
+
+
+def whole(tp: Axis, given: list[Tensor], split: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The products of a tensor that is whole already."""
+    x, _, first, second, _, bias, _ = given
+    x = tp.all_gather_whole(x, *split)
+    return (*tp.sum_gradient_linears(x, [first, second.t()], [bias, None]), tp.sum_gradient_linear(x, first))
+
+
+def whole_apart(tp: Axis, given: list[Tensor], split: tuple[int, int]) -> tuple[Tensor, ...]:
+    x, _, first, second, _, bias, _ = given
+    x = tp.all_gather_whole(x, *split)
+    summed = tp.sum_gradient(x)
+    return F.linear(summed, first, bias), F.linear(summed, second.t()), F.linear(tp.sum_gradient(x), first)
 
 
 def operands(rank: int, size: int, split: tuple[int, int]) -> list[Tensor]:
@@ -73,26 +96,76 @@ def check(size: int, split: tuple[int, int], function: Products = around) -> Non
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("function", [around, again])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_products_around_the_ring_are_those_apart(size: int, split: tuple[int, int], function: Products) -> None:
-    check(size, split, function)
+def test_products_beside_communication_are_those_apart(size: int, split: tuple[int, int], form: str) -> None:
+    check(size, split, FORMS[form])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_products_of_a_whole_tensor_are_those_apart(size: int) -> None:
+    found, expected = results(whole, size, (1, 1)), results(whole_apart, size, (1, 1))
+    assert all(len(mine) == 7 for mine in expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("form", "order"),
+    [
+        ("whole", ["all_reduce", "product", "product", "wait"]),
+        ("gathered", ["reduce_scatter", "product", "product", "wait"]),
+        ("gathered, again", ["all_gather", "reduce_scatter", "wait", "product", "product", "wait"]),
+    ],
+)
+def test_sums_travel_beside_the_products_of_weights(
+    form: str, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_thread: dict[int, list[str]] = {}  # what each rank did in its backward pass
+
+    def note(what: str) -> None:
+        of_thread.setdefault(threading.get_ident(), []).append(what)
+
+    class Noted:
+        def __init__(self, handle: Handle) -> None:
+            self.wait = lambda: (note("wait"), handle.wait())[1]
+
+    def starting(name: str) -> Callable[..., Noted]:
+        start = getattr(LockstepGroup, f"{name}_later")
+        return lambda *given: (note(name), Noted(start(*given)))[1]
+
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        monkeypatch.setattr(LockstepGroup, f"{name}_later", starting(name))
+    monkeypatch.setattr(products, "_to_weight", lambda *given: (note("product"), TO_WEIGHT(*given))[1])
+
+    def body(c: Communicators) -> list[str]:
+        x, _, first, second, _, bias, _ = operands(c.tp.rank, 2, (1, 1))
+        tp, weights = Axis(c.tp), [first, second.t()]
+        if form == "whole":
+            made = tp.sum_gradient_linears(x, weights, [bias, None])
+        else:
+            made = tp.gather_linears(x, weights, [bias, None], dim=1, again=form.endswith("again"))
+        of_thread.pop(threading.get_ident(), None)
+        torch.autograd.backward(made, [torch.ones_like(y) for y in made])
+        return of_thread[threading.get_ident()]
+
+    assert run_lockstep(Mesh(tp=2), body) == [order] * 2
 
 
 def test_frozen_operands_take_no_gradient() -> None:
     def body(c: Communicators) -> None:
         tp = Axis(c.tp)
-        x, y, first, _, third, bias, partial = operands(c.tp.rank, 2, (1, 1))
+        x, y, first, _, third, bias, own = operands(c.tp.rank, 2, (1, 1))
         for frozen in (first, third):
             frozen.requires_grad_(False)
         out = tp.gather_linear(x, first, bias, dim=1)
         saved = [t for t in out.grad_fn.saved_tensors if t is not None]  # type: ignore[union-attr]
         assert [t.data_ptr() for t in saved] == [first.data_ptr()]  # nothing gathered is kept
-        tp.linear_scatter(y.detach(), third, partial, dim=1).sum().backward()
+        tp.linear_scatter(y.detach(), third, own, dim=1).sum().backward()
         out.sum().backward()
         assert first.grad is third.grad is y.grad is None
-        assert all(t.grad is not None for t in (x, bias, partial))
+        assert all(t.grad is not None for t in (x, bias, own))
         with torch.no_grad():
             assert not tp.gather_linear(x, first, bias, dim=1).requires_grad
 
@@ -103,26 +176,31 @@ def test_what_is_kept_of_the_gathered_tensor() -> None:
     def body(c: Communicators) -> None:
         tp = Axis(c.tp)
         x, _, first, *_ = operands(c.tp.rank, 2, (1, 1))
-        for again, kept in ((False, 2 * x.numel()), (True, x.numel())):
-            out = tp.gather_linear(x, first, dim=1, again=again)
-            assert out.grad_fn.saved_tensors[0].numel() == kept  # type: ignore[union-attr]
+        for again, by_ring in itertools.product((False, True), repeat=2):
+            out = tp.gather_linear(x, first, dim=1, again=again, ring=by_ring)
+            kept = out.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+            assert kept.numel() == (1 if again else 2) * x.numel()
+        (kept, *_) = tp.sum_gradient_linear(x, first).grad_fn.saved_tensors  # type: ignore[union-attr]
+        assert kept.data_ptr() == x.data_ptr()
 
     run_lockstep(Mesh(tp=2), body)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_split_backward_pass_leaves_weights_for_later(again: bool) -> None:
+@pytest.mark.parametrize("form", [*FORMS, "whole"])
+def test_a_split_backward_pass_leaves_weights_for_later(form: str) -> None:
     def body(c: Communicators) -> None:
         tp = Axis(c.tp)
-        x, _, first, second, third, bias, partial = operands(c.tp.rank, 2, (1, 1))
+        x, y, first, second, third, bias, own = operands(c.tp.rank, 2, (1, 1))
         received = x.detach().requires_grad_()
-        parameters = (first, second, third, bias, partial)
+        parameters = (first, second, third, bias, own)
         grads = []
         for split in (False, True):
-            inner = torch.cat(
-                tp.gather_linears(received * 1, [first, second.t()], [bias, None], dim=1, again=again), -1
-            )
-            out = tp.linear_scatter(inner, third, partial, dim=1)
+            if form == "whole":
+                made = tp.sum_gradient_linears(received * 1, [first, second.t()], [bias, None])
+                out = tp.sum_gradient_linear(tp.all_reduce(torch.cat(made, -1)), third, own)
+            else:
+                a, b, _ = FORMS[form](tp, [received * 1, y, first, second, third, bias, own], (1, 1))
+                out = tp.linear_scatter(torch.cat([a, b], -1), third, own, dim=1)
             if split:
                 later = backward_inputs([(get_gradient_edge(out), torch.ones_like(out))], [received])
                 assert received.grad is not None and all(p.grad is None for p in parameters)
@@ -169,7 +247,7 @@ def _too_few(grad: Tensor) -> Tensor:
     return grad.flatten(0, -2)[:-1].sum(0)
 
 
-SUMMED = ring.summed_around
+SUMMED, TO_WEIGHT = ring.summed_around, products._to_weight
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,13 @@ SPLITS = [Split(0), Split(1), Split(1, 3), Split(2, 2)]
 PLACEMENTS: list[Placement] = [B, BP, P, *SPLITS]
 PAIRS = [(a, b) for a, b in itertools.product(PLACEMENTS, PLACEMENTS) if conversion(a, b).function]
 SHAPE = (4, 12, 8)
-BESIDE_PRODUCTS = {"gather_linear", "gather_linears", "linear_scatter"}  # test_products.py
+BESIDE_PRODUCTS = {
+    "sum_gradient_linear",
+    "sum_gradient_linears",
+    "gather_linear",
+    "gather_linears",
+    "linear_scatter",
+}  # test_products.py
 
 
 def lay(x: Tensor, placement: Placement, size: int, seed: int) -> list[Tensor]:

@@ -42,8 +42,8 @@ def test_gathering_again_changes_no_number(name: str, mesh: Mesh, variant: Varia
     plan = planned(name, mesh, variant)
     text = "".join(make_program(source(name), plan, read_sharding(source(name), plan)).files.values())
     assert plan.not_runnable == ()
-    beside_the_block = variant.recompute in ("none", "selective") and name not in NOT_BY_SEQUENCE
-    assert ("spare(F.linear, " in text) == beside_the_block
+    # under "ops", beside the blocks
+    assert ("again=True" in text) == (variant.recompute != "full" and name not in NOT_BY_SEQUENCE)
     assert not check(name, mesh, variant, "adamw")
 
 
@@ -86,16 +86,17 @@ def test_kept_bytes_are_those_predicted(name: str, policy: str) -> None:
 
 @pytest.mark.fault("kept after all")
 @pytest.mark.parametrize(
-    ("pattern", "by"),
+    ("name", "pattern", "by"),
     [
-        (r"recompute\(core, ", "core("),  # the gathered operand is saved
-        (r"spare\(F\.linear, ", "keep(F.linear, "),  # results are saved beside those that others save
+        ("llama", ", again=True", ""),  # the gathered operand is saved
+        ("summed", r"recompute\(core, ", "core("),
+        ("summed", r"spare\(F\.linear, ", "keep(F.linear, "),  # results are saved beside those that others save
     ],
 )
-def test_an_edited_gather_is_seen_in_bytes(pattern: str, by: str) -> None:
-    made = made_for("llama", 2, "none", gathers="again")
-    files = {n: re.sub(pattern, by, text) if n == "blocks.py" else text for n, text in made.program.files.items()}
+def test_an_edited_gather_is_seen_in_bytes(name: str, pattern: str, by: str) -> None:
+    made = made_for(name, 2, "none", gathers="again")
+    files = {n: re.sub(pattern, by, text) for n, text in made.program.files.items()}
     files = {n: text.replace("import recompute, spare", "import keep, recompute, spare") for n, text in files.items()}
     assert files != made.program.files, "nothing was planted"
-    found = measured("llama", with_files(made, files), "none")
-    assert found != predicted("llama", made, "none") + saved_by_norms("llama", "none")
+    found = measured(name, with_files(made, files), "none")
+    assert found != predicted(name, made, "none") + saved_by_norms(name, "none")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -181,18 +182,45 @@ def nanogpt() -> nn.Module:
     return NanoGPT(GPTSizes(vocab=VOCAB, max_seq=16, width=WIDTH, layers=3, heads=8, dropout=0.2, bias=True))
 
 
+class SummedLayer(nn.Module):
+    """A layer in which sums over tokens read the operand of a product too, so that tp gathers it for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(self.up(y).relu()) * y.cumsum(1)
+
+
+class SummedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(SummedLayer() for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 KINDS = {
     "llama": Kind(llama, lambda: ids("input_ids", "labels")),
     "eager_bert": Kind(eager_bert, lambda: ids("input_ids", "labels")),
     "nanogpt": Kind(nanogpt, lambda: ids("idx", "targets")),
 }
+OTHERS = {"summed": Kind(SummedLayers, lambda: ids("ids", "labels"))}
 
 
 @cache
 def source(name: str) -> TracedModel:
     torch.manual_seed(0)
-    model = randomised(KINDS[name].build()).float()
-    given = {n: x[:2] for n, x in KINDS[name].inputs().items()}
+    kind = (KINDS | OTHERS)[name]
+    model = randomised(kind.build()).float()
+    given = {n: x[:2] for n, x in kind.inputs().items()}
     return read_model(model, inputs=given, loss=None, seq=None, precision="fp32", progress=Silent())
 
 
@@ -259,7 +287,7 @@ def measured(name: str, made: Parallel, policy: str) -> int:
         lists = [x for x in vars(stage).values() if isinstance(x, list) and isinstance(x[0], nn.Module)]
         block, got = max(lists, key=len)[-1], list[Any]()
         handle = block.register_forward_pre_hook(lambda _, args: got.extend(args))
-        batch = {n: x[:2] for n, x in KINDS[name].inputs().items()}
+        batch = {n: x[:2] for n, x in (KINDS | OTHERS)[name].inputs().items()}
         stage(**{n: batch[n] for n in stage.inputs}, counts=(torch.ones(()),))
         handle.remove()
         before = {_storage(x) for x in (*stage.parameters(), *stage.buffers(), *got) if isinstance(x, Tensor)}

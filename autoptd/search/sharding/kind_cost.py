@@ -33,7 +33,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class RingWork:
-    """A collective of tp that can be taken apart beside products (`passes/sharding/ring_products.py`).
+    """A collective of tp that can be taken apart beside products (`passes/sharding/tp_products.py`).
 
     `collectives`: in forward and in backward; `products`: beside each; `copies`: of what they make, into place.
     """

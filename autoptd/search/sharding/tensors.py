@@ -19,13 +19,13 @@ from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, operands
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.rules.factors import Strategy
-from autoptd.passes.sharding.ring_products import ring_products
 from autoptd.passes.sharding.sharding import (
     KindSharding,
     Sharding,
     ops_of,
     sends_of,
 )
+from autoptd.passes.sharding.tp_products import tp_products
 from autoptd.search.sharding.attention_cost import moved_keys
 from autoptd.search.sharding.build import SplitNumbers
 from autoptd.search.sharding.cost import chunked_works
@@ -189,7 +189,7 @@ class Tensors(SplitNumbers):
     def _ring_works(self, segment: Segment, decided: KindSharding) -> Iterator[RingWork]:
         """Yield the collectives that products can take apart."""
         placed = {segment.nodes[i]: strategy for i, strategy in decided.strategies.items()}
-        found = ring_products(segment, decided)
+        found = tp_products(segment, decided)
         for gather in found.gathers:
             made = sum(self.nbytes(info(node), placed[node].gives[0]) for node in gather.products)
             names = "all_gather", "reduce_scatter"
