@@ -77,20 +77,20 @@ class RowSplit:
     ) -> tuple[list[Tensor], Tensor]:
         """Return x wᵀ of all ranks' rows for each weight, and the x of all if it is to be kept."""
         if not self.ring:
-            slices, arriving = self.gathered_later(x)
+            gathered, arriving = self.gathered_later(x)
             arriving.wait()
-            x = self.whole(slices)
+            x = self.whole(gathered)
             return _each(x, weights, biases), x
-        size, slices = self.group.size, None
-        if keep:
-            slices = x.new_empty(size, *x.shape)
+        size = self.group.size
+        slices = x.new_empty(size, *x.shape) if keep else None
+        if slices is not None:
             slices[self.group.rank] = x
         shape = [n * size if i == self.dim else n for i, n in enumerate(x.shape[:-1])]
         results = [x.new_empty(*shape, weight.shape[0]) for weight in weights]
         for rank, (rows,) in around(self.group, (x.contiguous(),), () if slices is None else (slices,)):
-            for result, made in zip(results, _each(rows, weights, biases), strict=True):
+            for result, weight, bias in zip(results, weights, biases, strict=True):
                 blocks = result.unflatten(self.dim, (self.groups, size, -1)).select(self.dim + 1, rank)
-                blocks.copy_(made.unflatten(self.dim, (self.groups, -1)))
+                blocks.copy_(F.linear(rows, weight, bias).unflatten(self.dim, (self.groups, -1)))
         return results, x if slices is None else self.whole(slices)
 
     def scattered(self, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
