@@ -86,6 +86,7 @@ class Parallel(Evaluating, Saving):
         self._seed = seed
         self._non_finite = non_finite
         self._backend = backend
+        self._compiled = False  # whether blocks of this process are
         if backend:
             check_backend(backend, plan.schedule.kind)
         self._trainer: Trainer | None = None
@@ -192,7 +193,8 @@ class Parallel(Evaluating, Saving):
         with torch.device("meta"):
             axes = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key, **axes) for index in held]
-        if backend := self._backend_on(communicators.device):
+        self._compiled = bool(backend := self._backend_on(communicators.device))
+        if backend:
             check_backend(backend, self.plan.schedule.kind, communicators.device)
             for stage in stages:
                 compile_stage(stage, backend)
@@ -246,7 +248,7 @@ class Parallel(Evaluating, Saving):
         trainer = self._unchanging
         if self._meter.step == 0:
             self._meter.restart()
-        with self._watch, compiling(), explained(trainer, self.plan, self._source, self._resident):
+        with self._watch, compiling(self._compiled), explained(trainer, self.plan, self._source, self._resident):
             self._loss = trainer.train_step(batch)
             bank, names = self._source.objective.bank, self._source.objective.terms
             self._terms = {name: trainer.whole(f"{bank}.{name}") for name in names}

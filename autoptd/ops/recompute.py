@@ -26,7 +26,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from autoptd.errors import RuntimeFault
+
 T = TypeVar("T")
+Kind = tuple[torch.dtype, torch.Size]
 
 
 def recompute(fn: Callable[..., T], *args: Any) -> T:
@@ -81,7 +84,7 @@ class _RecomputedCall:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn, self.args = fn, args
-        self.wanted = 0  # number of tensors to recreate
+        self.wanted: list[Kind] = []  # of the tensors to recreate
         self.kept: list[_Kept] = []
         self.within: _Kept | None = None  # the current `keep` of the first run
         self.second_run = False
@@ -97,8 +100,8 @@ class _RecomputedCall:
             if not of:
                 return x.detach()
             self.within.views.append((of[0], tuple(x.shape), x.stride(), int(x.storage_offset())))
-        self.wanted += 1
-        return self.wanted - 1
+        self.wanted.append((x.dtype, x.shape))
+        return len(self.wanted) - 1
 
     def unpack(self, packed: int | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
@@ -117,13 +120,24 @@ class _RecomputedCall:
             pass
         finally:
             self.second_run = False
-        assert self.count == self.wanted, f"{self.fn} is not deterministic: {self.count} of {self.wanted} tensors"
+        if self.count != len(self.wanted):
+            raise self._unlike(f"saves {self.count} tensors in its second run, and {len(self.wanted)} in its first")
 
     def _make(self, x: Tensor) -> None:
+        if (x.dtype, x.shape) != (first := self.wanted[self.count]):
+            both = f"{x.dtype} {[*x.shape]} in its second run, and {first[0]} {[*first[1]]} in its first"
+            raise self._unlike(f"saves as tensor {self.count} {both}")
         self.made[self.count] = x.detach()
         self.count += 1
-        if self.count == self.wanted:
+        if self.count == len(self.wanted):
             raise _Complete
+
+    def _unlike(self, what: str) -> RuntimeFault:
+        return RuntimeFault(
+            f"a recomputed part of the forward pass is not deterministic: it {what}",
+            where=getattr(self.fn, "__qualname__", type(self.fn).__name__),
+            fix='plan with fix={"recompute": "none"}; if blocks are compiled, pass compile=False',
+        )
 
     def keep(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hold: bool = True) -> Any:
         operands = tuple(_tensors((*args, *kwargs.values())))
@@ -134,6 +148,7 @@ class _RecomputedCall:
             results = fn(*args, **kwargs)
         finally:
             self.within, kept.operands = None, ()
+        results = _each(results, _same)  # a plain tuple, as in the second run: torch.compile has a graph for each type
         kept.results = _each(results, _bare) if hold else None
         self.kept.append(kept)
         return results
@@ -150,6 +165,10 @@ class _RecomputedCall:
 def _bare(x: Tensor) -> Tensor:
     """Detach a tensor from its graph, but leave `requires_grad` as it is."""
     return x.detach().requires_grad_(x.requires_grad)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _each(results: Any, fn: Callable[[Tensor], Tensor]) -> Any:

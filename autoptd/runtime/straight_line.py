@@ -30,6 +30,7 @@ PART = "_part_"
 _SIMPLE = (ast.Assign, ast.Return)
 # a graph is for tensors: sizes and devices are read outside and enter it as values
 _ON_HOST = ("size", "item", "tolist", "numel", "dim", "backward")
+_AXES = ("tp", "cp", "ep", "dp")
 _UNFIT = (ast.Lambda, ast.JoinedStr, ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.NamedExpr, ast.Yield, ast.Await)
 
 
@@ -133,6 +134,8 @@ def _can(call: ast.Call, compiles: Callable[[ast.Call], bool]) -> bool:
         return False
     if isinstance(called.value, ast.Name) and called.value.id in ("F", "torch", "ops"):
         return compiles(call)
+    if isinstance(called.value, ast.Name) and called.value.id in _AXES:  # some methods are called as those of tensors
+        return False
     return called.attr not in _ON_HOST and callable(getattr(Tensor, called.attr, None))
 
 

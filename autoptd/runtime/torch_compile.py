@@ -29,6 +29,7 @@ from torch import nn
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ops import library as ops
+from autoptd.ops.expert_axis import Experts
 from autoptd.ops.recompute import keep, recompute, spare
 from autoptd.ops.stage import Stage, parts_of
 from autoptd.ops.tp_axis import Axis
@@ -37,6 +38,7 @@ from autoptd.schedule import row_of
 
 DEFAULT = "inductor"
 _ON_HOST = ("grouped_mm",)  # reads values on the host
+_MOST_GRAPHS = 64  # of a function: 0, 1 or more rows for any of several experts are different graphs
 _PARSER_LOCK = Lock()  # for ranks that are threads: CPython's parser counts recursion depth over all threads
 
 
@@ -63,15 +65,24 @@ def check_backend(backend: str, schedule: str, device: torch.device | None = Non
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Turn an error of torch.compile within a step into RuntimeFault, with the way out."""
-    try:
-        yield
-    except RuntimeError as error:
-        from torch._dynamo.exc import TorchDynamoException
+def compiling(compiled: bool) -> Iterator[None]:
+    """Turn an error of torch.compile within a step into RuntimeFault, with the way out.
 
+    Having compiled a function too often, torch would run it without a graph: a block that is recomputed so saves other
+    tensors than it did in its graph. That is an error, of more graphs than any program should need.
+    """
+    if not compiled:
+        yield
+        return
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    try:
+        with config.patch(fail_on_recompile_limit_hit=True, recompile_limit=_MOST_GRAPHS):
+            yield
+    except (RuntimeError, FailOnRecompileLimitHit) as error:
         root = error.__cause__ or error
-        if not isinstance(root, TorchDynamoException):
+        if not isinstance(root, TorchDynamoException | FailOnRecompileLimitHit):
             raise
         raise RuntimeFault(
             f"torch.compile cannot compile the program: {' '.join(str(root).splitlines()[:2])}",
@@ -83,10 +94,10 @@ def compiling() -> Iterator[None]:
 def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:
     """Compile a stage's blocks and own code at their first call; return the number of blocks."""
     blocks = blocks_of(stage)
-    outside: dict[int, Axis] = {}
+    outside: dict[int, Axis | Experts] = {}
     for block in blocks.values():
         for module in (block, *parts_of(block)):
-            for name, axis in [(n, x) for n, x in vars(module).items() if isinstance(x, Axis)]:
+            for name, axis in [(n, x) for n, x in vars(module).items() if isinstance(x, Axis | Experts)]:
                 if id(axis) not in outside:
                     outside[id(axis)] = copy(axis)
                     outside[id(axis)].__class__ = _outside_axis(type(axis))  # type: ignore[arg-type]
@@ -181,7 +192,7 @@ class _DeferredKeys(ast.NodeTransformer):
 
 
 @cache
-def _outside_axis(axis: type[Axis]) -> type[Axis]:
+def _outside_axis(axis: type) -> type:
     """Make a subclass of an axis whose methods all stay eager."""
     names = [name for name, f in inspect.getmembers(axis, inspect.isfunction) if not name.startswith("_")]
     return type(f"Outside{axis.__name__}", (axis,), {n: torch.compiler.disable(getattr(axis, n)) for n in names})

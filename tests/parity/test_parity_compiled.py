@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from autoptd.errors import RuntimeFault
 from autoptd.layout.mesh import Mesh
 from autoptd.ops import offload as offloading
 from autoptd.parallel import Parallel
@@ -58,6 +59,25 @@ def test_products_around_the_ring_stay_outside() -> None:
     how = replace(BULK, overlap=("p2p", "tp"), gathers="again")
     found = train_in_lockstep(of("gpt2", Mesh(1, 2, 1), how), batches("gpt2"))
     assert graphs() and not complaints("gpt2", found, alone("gpt2", "sgd", None))
+
+
+def test_a_mixture_s_rows_travel_outside() -> None:
+    """No graph depends on how many rows a rank sends."""
+    variant = replace(BULK, recompute="full")
+    made = of("mixtral", Mesh(2, 1, 1, ep=2), variant)
+    assert "ep.dispatch(" in made.program.files["blocks.py"] and "keep(torch.topk" in made.program.files["blocks.py"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = train_in_lockstep(made, batches("mixtral"))
+    assert graphs() and not complaints("mixtral", found, alone("mixtral", "sgd"))
+
+
+def test_a_block_never_runs_without_its_graph_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed without its graph, it would save other tensors than with it."""
+    monkeypatch.setattr(compiled, "_MOST_GRAPHS", 1)
+    made = of("nanogpt", Mesh(), replace(BULK, recompute="full"))
+    with pytest.raises(RuntimeFault, match="cannot compile the program"):
+        for samples in (16, 15, 14):
+            made.train_step(share("nanogpt", samples))
 
 
 def test_parts_are_compiled_with_the_block_that_calls_them() -> None:
