@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from torch import Tensor
@@ -42,17 +42,21 @@ def split(function: ast.FunctionDef, compiles: Callable[[ast.Call], bool]) -> li
     anything else, such as calling a block, or is more than an assignment or `return`, stays where it is.
     """
     local = {arg.arg for arg in function.args.args} | set(_names(function.body, ast.Store))
+    within = set[str]()  # variables of parts alone
     parts: list[ast.FunctionDef] = []
     body: list[ast.stmt] = []
     runs = [(fits, list(run)) for fits, run in groupby(function.body, _Fitting(compiles))]
     for index, (fits, run) in enumerate(runs):
         if not fits or not any(isinstance(node, ast.Call) for statement in run for node in ast.walk(statement)):
-            body += run
+            within -= set(_names(run, ast.Store))
+            body += _without_deletion(run, within)
             continue
         later = set(_names([s for _, others in runs[index + 1 :] for s in others], ast.Load))
         given = [name for name in _read_first(run) if name in local and name != "self"]
         gone, run = _deleted(run), [s for s in run if not isinstance(s, ast.Delete)]
-        kept = [name for name in dict.fromkeys(_names(run, ast.Store)) if name in later and name not in gone]
+        made = dict.fromkeys(_names(run, ast.Store))
+        kept = [name for name in made if name in later and name not in gone]
+        within = (within | set(made)) - set(kept)
         part = _function(f"part_{len(parts)}", given, run, kept)
         call = ast.Call(ast.Attribute(_load("self"), PART + str(len(parts)), ast.Load()), [_load(n) for n in given], [])
         parts.append(part)
@@ -60,7 +64,7 @@ def split(function: ast.FunctionDef, compiles: Callable[[ast.Call], bool]) -> li
             body.append(ast.Return(call))
             continue
         body.append(_assigned(kept, call))
-        if outer := [name for name in given if name in gone]:
+        if outer := [name for name in given if name in gone | within]:
             body.append(ast.Delete([ast.Name(name, ast.Del()) for name in outer]))
     function.body = body
     return parts
@@ -149,6 +153,15 @@ class _Fitting:
         if not isinstance(statement, ast.Delete):
             self._before = _fits(statement, self._compiles)
         return self._before
+
+
+def _without_deletion(run: Sequence[ast.stmt], names: Collection[str]) -> Iterator[ast.stmt]:
+    """Yield statements but for the deletion of these names."""
+    for statement in run:
+        if not isinstance(statement, ast.Delete):
+            yield statement
+        elif targets := [t for t in statement.targets if not (isinstance(t, ast.Name) and t.id in names)]:
+            yield ast.copy_location(ast.Delete(targets), statement)
 
 
 def _deleted(run: Sequence[ast.stmt]) -> set[str]:

@@ -90,6 +90,35 @@ def test_deleted_variables_leave_their_parts_and_the_caller() -> None:
     assert torch.equal(this.forward(x, y), plain["forward"](this, x, y))
 
 
+def test_variables_of_a_part_alone_are_deleted_in_it_alone() -> None:
+    """A statement that stays, without a call, comes before their `del`."""
+    source = """
+    def forward(self, x, y):
+        x = torch.sin(x)
+        turned = x.t()
+        wide = turned.abs()
+        for block in self.blocks:
+            y = block(y)
+        z = wide + y
+        del x, turned, wide, y
+        for block in self.blocks:
+            z = block(z)
+        return z
+    """
+    this, (part,) = made(source)
+    this.blocks = [torch.cos]
+    assert part.endswith("return (wide,)")
+    plain: dict[str, Any] = {"F": F, "torch": torch}
+    exec(textwrap.dedent(source), plain)
+    x, y = torch.randn(3, 4), torch.randn(4, 3)
+    assert torch.equal(this.forward(x, y), plain["forward"](this, x, y))
+    (function,) = ast.parse(textwrap.dedent(source)).body
+    assert isinstance(function, ast.FunctionDef)
+    split(function, compiles)
+    dels = [ast.unparse(statement) for statement in function.body if isinstance(statement, ast.Delete)]
+    assert dels == ["del x", "del wide, y"]  # the argument, which the part replaces, right after it
+
+
 @pytest.mark.parametrize(
     "statement",
     [
