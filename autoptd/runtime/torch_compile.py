@@ -114,12 +114,15 @@ def compile_stage(stage: Stage, backend: str = DEFAULT) -> int:
 
 
 def blocks_of(stage: Stage) -> dict[str, nn.Module]:
-    """Return the outermost modules with a forward of their own, by path."""
+    """Return the outermost modules with a forward of their own, by path; those that own no parameters by list."""
     found: dict[str, nn.Module] = {}
     for path, module in stage.named_modules():
         if module is not stage and type(module) is not nn.Module and not any(path.startswith(f"{b}.") for b in found):
             found[path] = module
-    return found
+    lists = ((name, x) for name, x in vars(stage).items() if isinstance(x, list))
+    listed = {f"{name}.{i}": x for name, each in lists for i, x in enumerate(each) if isinstance(x, nn.Module)}
+    owned = set(map(id, found.values()))
+    return found | {name: module for name, module in listed.items() if id(module) not in owned}
 
 
 @cache

@@ -3,6 +3,7 @@
     python -m tests.fuzz.networks --count 400 --seed 0        print a table of the outcomes
     python -m tests.fuzz.networks --seed 17 --show            print one of them, its plan's constraints and its outcome
     python -m tests.fuzz.networks --pictures                  draw networks of pictures
+    python -m tests.fuzz.networks --compiled                  run all ranks through torch.compile
 
 A network is written from pieces (tests/fuzz/pieces.py) that are put together into one or two kinds of layers, which
 read early tensors and hand tensors on; embeddings, heads or whole layers may be tied.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.cost_models.cluster import Cluster
+from autoptd.runtime import torch_compile
 from tests.fuzz.pieces import EXPERTS, PICTURES, TOKENS, Family, Piece
 from tests.fuzz.programs import compared, counted, options, tabulated
 from tests.parity.parity_check import bulk
@@ -187,7 +189,7 @@ def loaded(text: str, folder: Path, seed: int) -> nn.Module:
     return net
 
 
-def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
+def outcome(seed: int, folder: Path, family: Family = TOKENS, compile: str | None = None) -> str:
     """Train a network both ways; see `compared`."""
     rng = random.Random(seed)
     text = network_text(rng, family)
@@ -195,7 +197,16 @@ def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
     batches, optimizer = [random_batch(rng, family) for _ in range(2)], rng.choice(["sgd", "adamw"])
     cluster = Cluster.load("dgx-h100")
     given = bulk(cluster) if rng.random() < 0.8 else cluster  # without latencies, small tensors are split as well
-    return compared(loaded(text, folder, seed), batches, fix, SAMPLES, optimizer=optimizer, cluster=given)
+    return compared(
+        loaded(text, folder, seed), batches, fix, SAMPLES, optimizer=optimizer, cluster=given, compile=compile
+    )
+
+
+def compiled_outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
+    """Train a network both ways, all ranks through torch.compile without code generation; see `compared`."""
+    torch.compiler.reset()  # forgets the graphs of the network before
+    torch_compile._compiled.cache_clear()
+    return outcome(seed, folder, family, "aot_eager")
 
 
 Judge = Callable[[int, Path, Family], str]
@@ -209,12 +220,24 @@ def run(
         return counted(seeds, lambda seed: judge(seed, Path(folder), family), say)
 
 
-def command(module: str, description: str, shown: Callable[[random.Random, Family], object], judge: Judge) -> int:
-    """Run a command that draws networks, and return its exit code. `shown`: the text of what is drawn."""
+def command(
+    module: str,
+    description: str,
+    shown: Callable[[random.Random, Family], object],
+    judge: Judge,
+    compiled: Judge | None = None,
+) -> int:
+    """Run a command that draws networks, and return its exit code.
+
+    shown: the text of what is drawn. compiled: the judge with `--compiled`; None: there is no such option.
+    """
     parser = options(module, description)
     parser.add_argument("--pictures", action="store_true", help="draw networks of pictures instead of tokens")
+    if compiled is not None:
+        parser.add_argument("--compiled", action="store_true", help="run all ranks through torch.compile")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    judge = compiled if compiled is not None and arguments.compiled else judge
     family = PICTURES if arguments.pictures else TOKENS
     if arguments.show:
         print(shown(random.Random(arguments.seed), family))
@@ -230,4 +253,4 @@ def _shown(rng: random.Random, family: Family) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command("tests.fuzz.networks", __doc__.splitlines()[0], _shown, outcome))
+    sys.exit(command("tests.fuzz.networks", __doc__.splitlines()[0], _shown, outcome, compiled_outcome))

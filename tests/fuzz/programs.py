@@ -232,10 +232,12 @@ def compared(
     optimizer: str = "sgd",
     cluster: str | Cluster = "dgx-h100",
     with_state: bool = True,
+    compile: str | None = None,
 ) -> str:
     """Train both ways: `equal`, `refused: …`, `no …` (of the plain model), or a fault: `off by …` or `raw: …`.
 
     samples: of a step; the batches may have fewer. with_state: whether parameters and buffers are compared at the end.
+    compile: backend of torch.compile for the program.
     """
     options = {"optimizer": optimizer, "optimizer_options": {"lr": 0.01}}
     try:
@@ -252,9 +254,9 @@ def compared(
     def off() -> dict[str, float]:
         made = autoptd.parallelize(
             model, world=world, cluster=cluster, batch=samples, precision="fp64",
-            inputs={n: x[:2] for n, x in batches[0].items()}, fix=fix, **options,
+            inputs={n: x[:2] for n, x in batches[0].items()}, fix=fix, compile=compile, **options,
         )  # fmt: skip
-        found = train_in_lockstep(made, batches)
+        found = train_in_lockstep(made, batches, timeout_s=300.0)
         return _differences(found, alone, with_state) | {f"copies of {name}": math.inf for name in found.diverged}
 
     return judged(off, lambda: _differences(train_alone(perturbed(model), batches, **options), alone, with_state))  # type: ignore[arg-type]

@@ -201,6 +201,13 @@ def test_random_networks_train_as_on_one_process_or_are_refused(family: Family) 
     assert faults == [] and ends["equal"] > 8 and sum(n for end, n in ends.items() if end.startswith("refused")) > 3
 
 
+def test_random_compiled_networks_train_as_on_one_process_or_are_refused() -> None:
+    """`python -m tests.fuzz.networks --compiled --count 400` draws more of them."""
+    faults: list[str] = []
+    ends = networks.run(range(6), faults.append, judge=networks.compiled_outcome)
+    assert faults == [] and ends["equal"] > 2
+
+
 def test_a_wrong_number_of_a_network_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The judge itself reports a gradient that is a little wrong, and does not take it for rounding."""
     assert networks.outcome(1, tmp_path) == "equal"

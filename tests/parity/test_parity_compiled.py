@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from autoptd.errors import RuntimeFault
@@ -69,6 +69,16 @@ def test_a_mixture_s_rows_travel_outside() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = train_in_lockstep(made, batches("mixtral"))
     assert graphs() and not complaints("mixtral", found, alone("mixtral", "sgd"))
+
+
+def test_blocks_that_own_no_parameters_are_compiled() -> None:
+    """Layers that do not repeat are blocks of their own if they are recomputed; the stage owns their parameters."""
+    made = of("gpt_oss", Mesh(), replace(BULK, recompute="full"))
+    stage = made.stage_module(0)
+    assert not [m for m in stage.modules() if m is not stage and type(m) is not nn.Module]
+    assert {type(block).__name__ for block in compiled.blocks_of(stage).values()} >= {"EmbeddingTokens"}
+    found = train_in_lockstep(made, batches("gpt_oss"))
+    assert graphs() > 9 and not complaints("gpt_oss", found, alone("gpt_oss", "sgd"))
 
 
 def test_a_block_never_runs_without_its_graph_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
