@@ -16,7 +16,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
@@ -25,7 +25,7 @@ from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ops import library as ops
@@ -131,7 +131,7 @@ def _compiled(block: type[nn.Module], parts: tuple[type[nn.Module], ...], backen
     outside = _outside_ops()
     tree = _with_parts(_tree(block), parts)
     tree = _DeferredKeys(frozenset(vars(outside))).visit(tree)
-    names = {"ops": SimpleNamespace(**vars(ops) | vars(outside))}
+    names = {"ops": _compiled_ops(vars(outside))}
     names |= {f.__name__: torch.compiler.disable(f) for f in (keep, recompute, spare)}
     made: Callable[..., Any] = torch.compile(_run(tree, block, names)[block.forward.__name__], backend=backend)
     return made
@@ -157,7 +157,7 @@ def _compiled_parts(stage: type[Stage], backend: str) -> list[Callable[..., Any]
     assert isinstance(forward, ast.FunctionDef)
     parts = split(forward, lambda call: ast.unparse(call.func) not in outside and not _writes(call))
     tree.body += parts
-    names = _run(tree, stage, {})
+    names = _run(tree, stage, {"ops": _compiled_ops({})})
     return [names[forward.name], *(torch.compile(names[part.name], backend=backend) for part in parts)]
 
 
@@ -199,6 +199,16 @@ def _outside_axis(axis: type) -> type:
     """Make a subclass of an axis whose methods all stay eager."""
     names = [name for name, f in inspect.getmembers(axis, inspect.isfunction) if not name.startswith("_")]
     return type(f"Outside{axis.__name__}", (axis,), {n: torch.compiler.disable(getattr(axis, n)) for n in names})
+
+
+def _compiled_ops(outside: Mapping[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(**vars(ops) | {"as_complex": _copied_as_complex} | outside)
+
+
+def _copied_as_complex(x: Tensor) -> Tensor:
+    """`ops.as_complex` of a copy. No graph can ask where memory begins, and in torch 2.13 none can begin with a complex
+    view of a real tensor whose last dim is not 2."""
+    return torch.view_as_complex(x.clone(memory_format=torch.contiguous_format))
 
 
 @cache

@@ -81,6 +81,12 @@ def test_blocks_that_own_no_parameters_are_compiled() -> None:
     assert graphs() > 9 and not complaints("gpt_oss", found, alone("gpt_oss", "sgd"))
 
 
+def test_rotations_by_complex_numbers_are_compiled() -> None:
+    made = of("deepseek_v2", Mesh(1, 2, 1))
+    assert "ops.as_complex(" in "".join(made.program.files.values())
+    assert not complaints("deepseek_v2", train_in_lockstep(made, batches("deepseek_v2")), alone("deepseek_v2", "sgd"))
+
+
 def test_a_block_never_runs_without_its_graph_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed without its graph, it would save other tensors than with it."""
     monkeypatch.setattr(compiled, "_MOST_GRAPHS", 1)
