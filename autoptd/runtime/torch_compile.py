@@ -16,7 +16,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
@@ -201,7 +201,7 @@ def _outside_axis(axis: type) -> type:
     return type(f"Outside{axis.__name__}", (axis,), {n: torch.compiler.disable(getattr(axis, n)) for n in names})
 
 
-def _compiled_ops(outside: Mapping[str, Any]) -> SimpleNamespace:
+def _compiled_ops(outside: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**vars(ops) | {"as_complex": _copied_as_complex} | outside)
 
 
