@@ -194,8 +194,13 @@ def _wanted(ctx: Any) -> list[bool]:
 
 
 def _to_weight(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    return _rows(grad).t() @ _rows(x)
 
 
 def _to_bias(grad: Tensor) -> Tensor:
-    return grad.flatten(0, -2).sum(0)
+    return _rows(grad).sum(0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x [..., n] as [rows, n]; x [n] is one row."""
+    return x.reshape(-1, x.shape[-1])
