@@ -111,6 +111,20 @@ def test_products_of_a_whole_tensor_are_those_apart(size: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
 
 
+def test_products_of_a_vector() -> None:
+    """A tensor of one dim, such as a parameter that layers make others of, is one row."""
+
+    def body(c: Communicators) -> None:
+        tp = Axis(c.tp)
+        _, _, first, _, _, bias, _ = operands(c.tp.rank, 2, (1, 1))
+        given = [torch.arange(WIDTH, dtype=torch.float64, requires_grad=True), first, bias]
+        found = torch.autograd.grad(tp.sum_gradient_linear(*given).square().sum(), given)
+        apart = F.linear(tp.sum_gradient(given[0]), first, bias)
+        torch.testing.assert_close(found, torch.autograd.grad(apart.square().sum(), given), rtol=0, atol=1e-13)
+
+    run_lockstep(Mesh(tp=2), body)
+
+
 @pytest.mark.parametrize(
     ("form", "order"),
     [
