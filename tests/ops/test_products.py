@@ -66,20 +66,22 @@ def whole_apart(tp: Axis, given: list[Tensor], split: tuple[int, int]) -> tuple[
     return F.linear(summed, first, bias), F.linear(summed, second.t()), F.linear(tp.sum_gradient(x), first)
 
 
-def operands(rank: int, size: int, split: tuple[int, int]) -> list[Tensor]:
+def operands(rank: int, size: int, split: tuple[int, int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Return x, y, three weights, a bias and a partial one, of a rank."""
     generator = torch.Generator().manual_seed(rank)
     sizes = [(4, 12, WIDTH), (4, 24, 5), (3, WIDTH), (WIDTH, 2), (7, 5), (3,), (7,)]
-    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in sizes]
-    made[0] = own_slice(torch.randn(4, 24, WIDTH, generator=generator, dtype=torch.float64), *split, size, rank)
+    made = [torch.randn(shape, generator=generator, dtype=dtype) for shape in sizes]
+    made[0] = own_slice(torch.randn(4, 24, WIDTH, generator=generator, dtype=dtype), *split, size, rank)
     return [x.contiguous().requires_grad_() for x in made]
 
 
-def results(function: Products, size: int, split: tuple[int, int]) -> list[list[Tensor]]:
+def results(
+    function: Products, size: int, split: tuple[int, int], dtype: torch.dtype = torch.float64
+) -> list[list[Tensor]]:
     """Return the values and gradients of each rank."""
 
     def body(c: Communicators) -> list[Tensor]:
-        given = operands(c.tp.rank, size, split)
+        given = operands(c.tp.rank, size, split, dtype)
         found = function(Axis(c.tp), given, split)
         generator = torch.Generator().manual_seed(10 + c.tp.rank)
         grads = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in found]
@@ -89,8 +91,8 @@ def results(function: Products, size: int, split: tuple[int, int]) -> list[list[
     return run_lockstep(Mesh(tp=size), body)
 
 
-def check(size: int, split: tuple[int, int], function: Products = around) -> None:
-    found, expected = results(function, size, split), results(apart, size, split)
+def check(size: int, split: tuple[int, int], function: Products = around, dtype: torch.dtype = torch.float64) -> None:
+    found, expected = results(function, size, split, dtype), results(apart, size, split, dtype)
     assert all(len(mine) == 10 for mine in expected)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
@@ -103,9 +105,15 @@ def test_products_beside_communication_are_those_apart(size: int, split: tuple[i
     check(size, split, FORMS[form])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_complex_products_are_conjugates(form: str) -> None:
+    check(2, (1, 1), FORMS[form], torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_products_of_a_whole_tensor_are_those_apart(size: int) -> None:
-    found, expected = results(whole, size, (1, 1)), results(whole_apart, size, (1, 1))
+def test_products_of_a_whole_tensor_are_those_apart(size: int, dtype: torch.dtype) -> None:
+    found, expected = results(whole, size, (1, 1), dtype), results(whole_apart, size, (1, 1), dtype)
     assert all(len(mine) == 7 for mine in expected)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)

@@ -134,7 +134,7 @@ class SummedProducts(torch.autograd.Function):
         slices, arriving = rows.gathered_later(x) if ctx.again and any(of_weights) else (None, Done())
         to_x, summing = None, Done()
         if wanted[0]:
-            to_x, summing = rows.scattered_later(grads, [weight.t() for weight in weights])
+            to_x, summing = rows.scattered_later(grads, [weight.t().conj() for weight in weights])
         arriving.wait()
         x = x if slices is None else rows.whole(slices)
         to_weights = [_to_weight(grad, x) if w else None for grad, w in zip(grads, of_weights, strict=True)]
@@ -160,7 +160,7 @@ class ScatteredProduct(torch.autograd.Function):
         whole, ctx.whole = ctx.whole, None  # gathered by the part before
         to_x = None
         if whole is None and wanted[0]:
-            (to_x,), whole = rows.multiplied(grad, [weight.t()], [None], keep=True)
+            (to_x,), whole = rows.multiplied(grad, [weight.t().conj()], [None], keep=True)
         elif whole is None:
             slices, arriving = rows.gathered_later(grad)
             arriving.wait()
@@ -194,7 +194,7 @@ def _wanted(ctx: Any) -> list[bool]:
 
 
 def _to_weight(grad: Tensor, x: Tensor) -> Tensor:
-    return _rows(grad).t() @ _rows(x)
+    return _rows(grad).t() @ _rows(x).conj()
 
 
 def _to_bias(grad: Tensor) -> Tensor:
