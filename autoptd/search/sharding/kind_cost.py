@@ -152,8 +152,9 @@ def price(work: KindWork, cluster: Cluster, ranks: int, world: int = 0) -> KindC
 def tp_seconds(cost: KindCost, method: ExecutionOptions, cluster: Cluster, ranks: int, world: int = 0) -> TpSeconds:
     """Return what tp communication adds to the passes of a segment, under the options of an execution.
 
-    The emitted program waits for what it re-gathers. By hand that is beside the product of the input's gradient, as
-    in Megatron-LM (Korthikanti et al. 2022, section 4.2.2).
+    Sums of input gradients, and what is re-gathered, are exposed: how much of them the products beside them hide in an
+    emitted program was not measured. By hand the product of the input's gradient hides what is re-gathered, as in
+    Megatron-LM (Korthikanti et al. 2022, section 4.2.2).
     """
     again = method.gathers == "again" and ranks > 1
     gathered = [n for name, n in cost.work.forward_collectives if name == "all_gather" and again]
