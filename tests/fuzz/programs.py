@@ -256,7 +256,8 @@ def compared(
             model, world=world, cluster=cluster, batch=samples, precision="fp64",
             inputs={n: x[:2] for n, x in batches[0].items()}, fix=fix, compile=compile, **options,
         )  # fmt: skip
-        found = train_in_lockstep(made, batches, timeout_s=300.0)
+        longer = {"timeout_s": 300.0} if compile else {}  # the first step compiles
+        found = train_in_lockstep(made, batches, **longer)
         return _differences(found, alone, with_state) | {f"copies of {name}": math.inf for name in found.diverged}
 
     return judged(off, lambda: _differences(train_alone(perturbed(model), batches, **options), alone, with_state))  # type: ignore[arg-type]

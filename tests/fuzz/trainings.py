@@ -67,7 +67,7 @@ _OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adadelta, {"lr": 0.5}),
     (torch.optim.ASGD, {"lr": 0.02, "t0": 1}),
 ]
-_LONGEST_S = 120.0  # of the ranks of a plan; a slow machine takes a tenth of it
+_LONGEST_S = 120.0  # seconds that a rank of a plan is waited for
 _TENSORS = ("labels", "mask", "targets")  # of a batch, besides what the layers read
 
 
