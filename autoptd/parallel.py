@@ -86,7 +86,7 @@ class Parallel(Evaluating, Saving):
         self._seed = seed
         self._non_finite = non_finite
         self._backend = backend
-        self._compiled = False  # whether blocks of this process are
+        self._compiled = False  # whether the blocks that this process runs are
         if backend:
             check_backend(backend, plan.schedule.kind)
         self._trainer: Trainer | None = None
@@ -193,7 +193,8 @@ class Parallel(Evaluating, Saving):
         with torch.device("meta"):
             axes = stage_axes(layout, communicators.cp, communicators.ep, communicators.dp)
             stages = [load_stage(self.program, index)(Axis(communicators.tp), key, **axes) for index in held]
-        self._compiled = bool(backend := self._backend_on(communicators.device))
+        backend = self._backend_on(communicators.device)
+        self._compiled = bool(backend)
         if backend:
             check_backend(backend, self.plan.schedule.kind, communicators.device)
             for stage in stages:

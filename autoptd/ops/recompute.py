@@ -148,7 +148,8 @@ class _RecomputedCall:
             results = fn(*args, **kwargs)
         finally:
             self.within, kept.operands = None, ()
-        results = _each(results, _same)  # a plain tuple, as in the second run: torch.compile has a graph for each type
+        if isinstance(results, tuple):  # plain, as in the second run: torch.compile has a graph for each type
+            results = tuple(results)
         kept.results = _each(results, _bare) if hold else None
         self.kept.append(kept)
         return results
@@ -165,10 +166,6 @@ class _RecomputedCall:
 def _bare(x: Tensor) -> Tensor:
     """Detach a tensor from its graph, but leave `requires_grad` as it is."""
     return x.detach().requires_grad_(x.requires_grad)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _each(results: Any, fn: Callable[[Tensor], Tensor]) -> Any:
