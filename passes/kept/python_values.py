@@ -12,6 +12,7 @@ libraries hold caches and locks.
 
 from __future__ import annotations
 
+import builtins
 import copy
 import functools
 import itertools
@@ -73,21 +74,13 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
     for name, module in (*model.named_modules(), *loss_modules):
         put, drop = (functools.partial(f, module) for f in (object.__setattr__, object.__delattr__))
         yield Holder(name, vars(module), put, drop, restored=True)
-        classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _may_be_own(cls.__module__)))
+        classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _is_own(cls)))
         _find_code([value for key, value in vars(module).items() if key not in _OF_MODULES or value], code)
-    for file in _files_of(classes, code):
-        names = vars(sys.modules[file])
-        yield Holder(f"file {file}", names, names.__setitem__, names.__delitem__)
-        kinds = types.FunctionType | type
-        own = [x for x in list(names.values()) if not isinstance(x, kinds) or x.__module__ == file]  # not imported
-        classes.update(dict.fromkeys(value for value in own if isinstance(value, type)))
-        _find_code(own, code)
+    for name, names in _globals(classes, code):
+        yield Holder(name, names, names.__setitem__, names.__delitem__)
     for cls in classes:
         put, drop = (functools.partial(f, cls) for f in (setattr, delattr))
         yield Holder(f"class {cls.__module__}.{cls.__qualname__}", vars(cls), put, drop)
-        _find_code(list(vars(cls).values()), code)
-    for name, names in _globals_without_file(code):
-        yield Holder(name, names, names.__setitem__, names.__delitem__)
     for key, value in code.items():
         if isinstance(value, types.FunctionType):
             yield _of_function(value, f"function {value.__qualname__}#{key}")
@@ -96,32 +89,49 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
             yield Holder(f"object {type(value).__qualname__}#{key}", _fields(value) or {}, put, drop)
 
 
-def _files_of(classes: Iterable[type], code: Mapping[int, Any]) -> list[str]:
-    """Return the files of classes, functions and objects, and those of the user's that these import."""
-    found: dict[str, None] = {}
-    stack = [cls.__module__ for cls in classes]
-    stack += [x.__module__ for x in code.values() if is_users(getattr(x, "__module__", None))]
-    while stack:
-        file = stack.pop()
-        if file in found or file not in sys.modules:
-            continue
-        found[file] = None
-        for value in list(vars(sys.modules[file]).values()):
-            if isinstance(value, types.ModuleType | types.FunctionType | type):
-                other = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-                stack += [other] if other not in found and is_users(other) else []
-    return sorted(found)
+def _globals(classes: dict[type, None], code: dict[int, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the globals of classes, functions and objects, and of what these import of the user's, each with a name;
+    add the classes that they define, and the code that these and they hold."""
+    _find_code((x for cls in classes for x in list(vars(cls).values())), code)
+    left: list[Any] = [*classes, *code.values()]
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        for name, names in _globals_of(value, isinstance(value, type) and value in classes):
+            if id(names) in seen:
+                continue
+            seen.add(id(names))
+            yield name, names
+            imported, own = list[Any](), list[Any]()
+            for x in list(names.values()):
+                (imported if _is_imported(x, names) else own).append(x)
+            defined, known = [x for x in own if isinstance(x, type)], len(code)
+            classes.update(dict.fromkeys(defined))
+            _find_code((*own, *(x for cls in defined for x in list(vars(cls).values()))), code)
+            left += (*imported, *list(code.values())[known:])
 
 
-def _globals_without_file(code: Mapping[int, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the globals of functions that no imported file holds, each with its name."""
-    found: dict[int, None] = {}
-    for function in (x for x in code.values() if isinstance(x, types.FunctionType)):
-        names = function.__globals__
-        file = sys.modules.get(names.get("__name__", ""))
-        if (file is None or vars(file) is not names) and id(names) not in found:
-            found[id(names)] = None
-            yield f"globals of {function.__qualname__}#{id(names)}", names
+def _is_imported(value: Any, names: Mapping[str, Any]) -> bool:
+    """Return whether a value of these globals is a module, or a function or class of others."""
+    if not isinstance(value, types.FunctionType | type):
+        return isinstance(value, types.ModuleType)
+    return value.__module__ != names.get("__name__") and getattr(value, "__globals__", None) is not names
+
+
+def _globals_of(value: Any, of_model: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the globals of the files that a module, class, function or object is of, and those of a function that
+    `exec` made, each with a name. Installed files are looked at for classes of the model alone."""
+    files = [value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)]
+    if isinstance(value, types.FunctionType):  # a wrapper of functools has the wrapped function's file
+        names = value.__globals__
+        file = names.get("__name__")
+        files.append(file)
+        is_file = file in sys.modules and vars(sys.modules[file]) is names
+        if not is_file and not _is_installed(names.get("__file__") or ""):
+            yield f"globals of {value.__qualname__}#{id(names)}", names
+    for file in files:
+        if _may_be_own(file) and file in sys.modules and (of_model or is_users(file)):
+            yield f"file {file}", vars(sys.modules[file])
 
 
 def label(name: Name) -> str:
@@ -294,6 +304,12 @@ def _of_function(function: types.FunctionType, name: str) -> Holder:
             vars(function).pop(name, None)
 
     return Holder(name, _values_of(function), put, drop)
+
+
+def _is_own(cls: type) -> bool:
+    """Return whether a class may be the user's. Python takes those of code that `exec` ran for its own."""
+    is_executed = cls.__module__ == "builtins" and vars(builtins).get(cls.__name__) is not cls
+    return is_executed or _may_be_own(cls.__module__)
 
 
 def _may_be_own(module: str | None) -> bool:

@@ -310,22 +310,50 @@ class Score:
         return of_all(out)
 
 
+def executed(text: str, **names: object) -> Any:
+    """Return what the name `made` is after a run of code that is of no file."""
+    found: dict[str, Any] = names
+    exec(text, found)
+    return found["made"]
+
+
+COUNTS = """
+def counts(out):
+    global step
+    step += 1
+    return out.mean() * step
+"""
+
+
 def without_a_file() -> Callable[[Tensor], Tensor]:
-    names: dict[str, Any] = {"step": 0}
-    exec("def counts(out):\n    global step\n    step += 1\n    return out.mean() * step", names)
-    found: Callable[[Tensor], Tensor] = names["counts"]
+    found: Callable[[Tensor], Tensor] = executed(f"{COUNTS}made = counts", step=0)
+    return found
+
+
+def that_calls_a_file() -> Callable[[Tensor], Tensor]:
+    found: Callable[[Tensor], Tensor] = executed("def made(out): return out.mean() * scale(out)", scale=of_global)
     return found
 
 
 @pytest.mark.parametrize(
     ("loss", "name"),
-    [(of_all, "STEP of file "), (Score(), "STEP of file "), (without_a_file(), "step of globals of counts")],
-    ids=["function", "object", "exec"],
+    [
+        pytest.param(of_all, "STEP of file ", id="function"),
+        pytest.param(Score(), "STEP of file ", id="object"),
+        pytest.param(without_a_file(), "step of globals of counts", id="exec"),
+        pytest.param(that_calls_a_file(), "STEP of file ", id="exec and file"),
+    ],
 )
 def test_globals_of_a_loss_are_looked_at_where_torch_has_the_model(loss: Callable[[Tensor], Tensor], name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(UnsupportedOp, match=f"forward changes {name}"):
         trace(model, {"input": torch.ones(2, 4)}, loss=loss)
+
+
+def test_globals_of_a_class_without_a_file_are_looked_at() -> None:
+    text = f"{COUNTS}class made(nn.Linear):\n    def forward(self, x): return counts(super().forward(x))"
+    with pytest.raises(UnsupportedOp, match="forward changes step of globals of "):
+        trace(executed(text, step=0, nn=nn)(4, 4), {"x": torch.ones(2, 4)})
 
 
 def of_masks(x: Tensor) -> Tensor:
