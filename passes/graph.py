@@ -85,6 +85,7 @@ def concrete(value: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
     return value
 
 
+TRACED = "_export_root."  # how the paths of modules begin while torch.export traces
 CALL = "random call"  # key of a node's meta: the number of the random call of forward that it is or was
 OF_ROWS = "of rows"  # key of a node's meta, if it draws for all rows where a model draws for those that a mask selects
 OR_ZERO = "or zero"  # key of a node's meta, if the mean of rows that it is must be zero where there are none
@@ -164,7 +165,8 @@ def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def module_path(node: fx.Node) -> str:
     """Return the dotted path of the innermost module that made the node, without the name of the tracing wrapper."""
     stack = node.meta.get("nn_module_stack")
-    return "" if not stack else list(stack.values())[-1][0].removeprefix("model").removeprefix(".")
+    path = "" if not stack else list(stack.values())[-1][0].removeprefix(TRACED)
+    return path.removeprefix("model").removeprefix(".")
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str]]:

@@ -5,9 +5,8 @@
 
 `calls.py` later rewrites them to nodes with targets of `ops.py`. `key` identifies the function and its other arguments;
 equal calls share a key, so that equal modules stay equal (see `trace/repeats.py`). A function is run once on data-free
-copies, forward and backward (`trial.py`). `torch.utils.checkpoint` runs its function plainly, because the plan decides
-what is recomputed. Code that changes gradients without leaving a node is refused: differentiating or freezing a
-parameter inside forward, and hooks on the tensors that autograd saves.
+copies, forward and backward (`trial.py`). Code that changes gradients without leaving a node is refused:
+differentiating or freezing a parameter inside forward, and hooks on the tensors that autograd saves.
 
 This uses private parts of torch, seen in 2.13.0: `torch.autograd.function._SingleLevelFunction`, where even a bound
 `apply` stored before the patch looks up the C function; `custom_function_call` beside it;
@@ -34,7 +33,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.fx.node import has_side_effect
 from torch.library import Library, _scoped_library
-from torch.utils.checkpoint import CheckpointFunction
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
@@ -150,7 +148,7 @@ def record_own_calls(calls: OwnCalls) -> Iterator[None]:
         return run_backward(*args, **kwargs)
 
     def enter(self: Any) -> Any:
-        if calls.tracing and not type(self).__module__.startswith("torch.utils.checkpoint"):
+        if calls.tracing:
             raise UnsupportedOp(
                 "forward changes what autograd saves (saved_tensors_hooks)",
                 fix="remove it: the plan decides what is saved for backward",
@@ -266,10 +264,6 @@ def _apply(calls: OwnCalls, cls: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
     mode, home = get_proxy_mode(), cls.__module__
     if mode is None or calls.trying or home.startswith("autoptd."):
-        return plain(*args, **kwargs)
-    if cls is CheckpointFunction:  # args: function, preserve_rng_state, arguments of the function
-        return args[0](*args[2:])
-    if home == "torch.utils.checkpoint":
         return plain(*args, **kwargs)
     reading = _Reading()
     positional, named = reading.template(args, cls), {k: reading.template(v, cls) for k, v in kwargs.items()}

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.graph import op_name
+from autoptd.passes.graph import TRACED, op_name
 from autoptd.passes.trace.repeats import ENTER, LEAVE, REPEAT, Capture, is_size
 
-_ROOT = "_export_root."  # the tracer's name for the exported module
 _SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -45,7 +44,7 @@ class _CallBody:
     """The nodes between two marks."""
 
     def __init__(self, enter: fx.Node, path: str) -> None:
-        self.enter, self.path = enter, path.removeprefix(_ROOT)
+        self.enter, self.path = enter, path.removeprefix(TRACED)
         self.given: Any = enter.args[1]
         self.nodes: list[fx.Node] = []
         node = enter.next
@@ -62,7 +61,7 @@ class _CallBody:
         """Replace `repeat`, a call of the module at `path`, by a copy of these nodes."""
         env: dict[fx.Node, fx.Node] = dict(zip(self.given, repeat.args[1], strict=True))  # type: ignore[arg-type]
         stacks: dict[tuple[str, ...], dict[str, tuple[str, Any]]] = {}
-        path, stack, trace = path.removeprefix(_ROOT), _stack(repeat), repeat.meta.get("stack_trace") or ""
+        path, stack, trace = path.removeprefix(TRACED), _stack(repeat), repeat.meta.get("stack_trace") or ""
         with graph.inserting_before(repeat):
             for node in self.nodes:
                 env[node] = new = graph.node_copy(node, lambda n: env.get(n, n))

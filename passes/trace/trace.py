@@ -20,6 +20,7 @@ from torch.export import Dim
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
 from autoptd.layout.sample_rows import SHARED, Rows, readings, samples_in
+from autoptd.passes.custom_grad.checkpoints import plain_checkpoints
 from autoptd.passes.custom_grad.hooks import ForwardHooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
@@ -387,6 +388,7 @@ class _Exporter:
                 written_to_trace(self.model),
                 hooks.running(),
                 write_assigned_buffers(root),
+                plain_checkpoints(root),
                 torch.set_grad_enabled(not self.evaluating),
             ):
                 return refuse_changes(model, root, hooks, traced)
