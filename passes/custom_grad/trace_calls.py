@@ -6,7 +6,8 @@
 `calls.py` later rewrites them to nodes with targets of `ops.py`. `key` identifies the function and its other arguments;
 equal calls share a key, so that equal modules stay equal (see `trace/repeats.py`). A function is run once on data-free
 copies, forward and backward (`trial.py`). Code that changes gradients without leaving a node is refused:
-differentiating or freezing a parameter inside forward, and hooks on the tensors that autograd saves.
+differentiating or freezing a parameter inside forward, and hooks on the tensors that autograd saves. In a trace,
+`inference_mode` is `no_grad`, which computes the same.
 
 This uses private parts of torch, seen in 2.13.0: `torch.autograd.function._SingleLevelFunction`, where even a bound
 `apply` stored before the patch looks up the C function; `custom_function_call` beside it;
@@ -155,6 +156,13 @@ def record_own_calls(calls: OwnCalls) -> Iterator[None]:
             )
         return entered(self)
 
+    def infer(self: Any) -> None:
+        if calls.tracing:
+            self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
+            self._inference_mode_context.__enter__()
+        else:
+            inferring(self)
+
     def shape_of(key: int, given: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         args, kwargs = calls.calls[key].filled(given, sizes)
         result = calls.calls[key].target(*args, **kwargs)
@@ -168,12 +176,13 @@ def record_own_calls(calls: OwnCalls) -> Iterator[None]:
         return under_transforms(cls, *args, **kwargs)
 
     run_backward, entered = torch.autograd._engine_run_backward, saved_tensors_hooks.__enter__
-    under_transforms = function.custom_function_call
+    under_transforms, inferring = function.custom_function_call, torch.inference_mode.__enter__
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(applied), create=True),
         patch.object(function, "custom_function_call", transformed),
         patch.object(torch.autograd, "_engine_run_backward", engine),
         patch.object(saved_tensors_hooks, "__enter__", enter),
+        patch.object(torch.inference_mode, "__enter__", infer),
         patch(_MOD_INDEX, torch.ops.aten.index),  # torch's own, for masks written by vmap; its gradient is the same
         _scoped_library("autoptd_own", "FRAGMENT") as library,
         _methods(calls),

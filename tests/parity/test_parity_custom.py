@@ -159,6 +159,15 @@ def in_jvp(self: Any, h: Tensor) -> Tensor:
     return torch.func.jvp(torch.tanh, (self.layer(h),), (torch.ones_like(h),))[1]
 
 
+@torch.inference_mode()
+def inferred(self: Any, h: Tensor) -> Tensor:
+    return self.layer(h)
+
+
+def in_inference_mode(self: Any, h: Tensor) -> Tensor:
+    return self.layer(h) + inferred(self, h)
+
+
 def checkpointed(reentrant: bool) -> Body:
     return lambda self, h: checkpoint(lambda x: own.Gelu.apply(self.layer(x)), h, use_reentrant=reentrant)
 
@@ -185,6 +194,7 @@ KEPT: dict[str, Body] = {
     "library_op_by_name": lambda self, h: torch.ops.autoptd_tests.halved(self.layer(h)).tanh(),
     "vmap": in_vmap,
     "jvp": in_jvp,
+    "inference_mode": in_inference_mode,
     "jvp_of_mm": lambda self, h: (
         h @ torch.func.jvp(lambda w: w.tanh() + w.mm(w), (self.layer.weight,), (torch.ones_like(self.layer.weight),))[1]
     ).tanh(),
