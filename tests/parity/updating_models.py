@@ -6,6 +6,7 @@ averages   moving averages of means and variances over tokens, assigned; counts 
 views      writes through views that only torch can make functional
 shared     a layer that runs twice in a pass, and updates its buffers twice
 spectral   both spectral norms of torch, whose power iterations write to buffers passed as `out=`
+teacher    a momentum teacher, whose weights are buffers that the end of forward averages after the loss
 """
 
 from __future__ import annotations
@@ -197,6 +198,26 @@ class Spectral(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Teacher(nn.Module):
+    """A network that learns from the moving averages of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm, self.down = nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, VOCAB)
+        for name in ("table", "up", "down"):
+            self.register_buffer(f"mean_{name}", 0.5 * getattr(self, name).weight.detach())
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.down(self.norm(F.gelu(self.up(self.table(ids)))))
+        taught = F.linear(F.gelu(F.linear(F.embedding(ids, self.mean_table), self.mean_up)), self.mean_down)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + F.mse_loss(logits, taught)
+        with torch.no_grad():
+            for name in ("table", "up", "down"):
+                getattr(self, f"mean_{name}").lerp_(getattr(self, name).weight, 0.1)
+        return loss
+
+
 def case_of(model: nn.Module) -> Case:
     ids, labels = tokens()
     return Case(randomised(model), {"ids": ids, "labels": labels})
@@ -215,4 +236,5 @@ UPDATING: Mapping[str, Callable[[], Case]] = {
     "updating_shared": lambda: made(Shared),
     "updating_views": lambda: made(Views),
     "updating_spectral": lambda: made(Spectral),
+    "updating_teacher": lambda: made(Teacher),
 }
