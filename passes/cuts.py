@@ -90,6 +90,14 @@ def merge_light(pieces: list[list[fx.Node]], kinds: list[str], traced: Traced) -
     return found
 
 
+def end_with(pieces: list[list[fx.Node]], loss: fx.Node) -> list[list[fx.Node]]:
+    """Join what follows the piece of the loss, such as updates of buffers from parameters, to that piece: the last
+    stage has the loss.
+    """
+    last = next(i for i, piece in enumerate(pieces) if loss in piece)
+    return [*pieces[:last], [node for piece in pieces[last:] for node in piece]]
+
+
 def _is_heavy(node: fx.Node, traced: Traced) -> bool:
     """Return whether a node reads a parameter or is a heavy op."""
     return op_name(node) in HEAVY or any(p.name in traced.parameters for p in node.all_input_nodes)

@@ -22,7 +22,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from autoptd.passes.cuts import HEAVY, merge_light, narrow_pieces
+from autoptd.passes.cuts import HEAVY, end_with, merge_light, narrow_pieces
 from autoptd.passes.graph import ancestors, infos, is_getitem, op_name, operands, output_of, substitute
 from autoptd.passes.losses.loss_form import LossForm, loss_form, loss_node
 from autoptd.passes.losses.statistics_form import BatchStatistics, batch_statistics
@@ -137,6 +137,7 @@ def fold(traced: Traced) -> Folded:
     pieces = narrow_pieces(main, traced)
     known = structures(n for n in graph.nodes if n in prelude)
     pieces = merge_light(pieces, [s.kind for s in _segments(pieces, traced, known, results)], traced)
+    pieces = end_with(pieces, loss)
     segments = _segments(pieces, traced, known, results)
     used = {traced.parameters[p.name] for s in segments for p in s.parameters}
     return Folded(

@@ -37,5 +37,6 @@ def refuse_other_program(first: Traced, second: Traced) -> None:
     raise UnsupportedOp(
         "the model computes with the number of turns of a loop over samples, or with that of pictures",
         where=source_line(nodes[differ]) if differ < len(nodes) else "",
-        fix="divide by x.shape[0], not by the length of a list; give every sample equally many pictures of one size",
+        fix="divide by x.shape[0], not by the length of a list; give every sample equally many pictures of one size; "
+        "count classes by F.one_hot(labels, n).sum(0), since the size of a bincount depends on them",
     )

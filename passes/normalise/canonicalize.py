@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -100,15 +101,22 @@ def write_sums_by_index(graph: fx.Graph, traced: Traced) -> None:
         on_zeros = op_name(x).removeprefix("new_").removesuffix("_like") == "zeros"
         if not on_zeros and (counts_samples(info(node)) or not counts_samples(info(source))):
             continue
-        size, like = info(node).shape[-1], info(node)
+        like = info(node)
+        rows = node.target is aten.index_add.default and like.ndim == 2  # of a matrix: columns of its transpose
+        if rows:
+            source, index = _columns(graph, node, source, index)
+            like = replace(like, shape=like.shape[::-1])
+        size = like.shape[-1]
         if not isinstance(size, int) or info(source).shape != info(index).shape or info(source).dtype != like.dtype:
             continue
         if info(source).shape[:-1] == like.shape[:-1]:
             with graph.inserting_before(node):
                 made = write_op(graph, node, ops.sum_by_index, (source, index, size), like.shape, like.dtype)
                 made.meta[WRITTEN_FOR] = op_name(node)
+                if rows:
+                    made = write_op(graph, node, aten.transpose.int, (made, 0, 1), info(node).shape, like.dtype)
                 if not on_zeros:
-                    made = write_op(graph, node, aten.add.Tensor, (x, made), like.shape, like.dtype)
+                    made = write_op(graph, node, aten.add.Tensor, (x, made), info(node).shape, like.dtype)
             node.replace_all_uses_with(made)
 
 
@@ -136,7 +144,17 @@ def _scatter_add(x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> tuple
 
 
 def _index_add(x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **options: Any) -> tuple[fx.Node, fx.Node] | None:
-    return (source, index) if info(x).ndim == 1 and not options else None
+    fits = info(x).ndim == 1 or (info(x).ndim == 2 and dim % 2 == 0 and isinstance(info(x).shape[0], int))
+    return (source, index) if fits and not options else None
+
+
+def _columns(graph: fx.Graph, node: fx.Node, source: fx.Node, index: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return the transpose of rows that are added by index, and the index of each of its elements."""
+    shape = info(source).shape[::-1]
+    with graph.inserting_before(node):
+        columns = write_op(graph, node, aten.transpose.int, (source, 0, 1), shape, info(source).dtype)
+        index = write_op(graph, node, aten.expand.default, (index, shape), shape, info(index).dtype)
+    return columns, index
 
 
 def _index_put(x: fx.Node, index: list[Any], source: fx.Node, add: bool = False) -> tuple[fx.Node, fx.Node] | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import source_line
 from autoptd.passes.normalise.view_writes import is_write, sharing, with_gradient, written_views
+from autoptd.passes.recognise.returned_operands import returned_operand
 
 aten = torch.ops.aten
 
@@ -24,8 +24,8 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule, buffers: Collection[st
 
     Buffers, placeholders of these names, are not, so that a norm of the region updates its own.
 
-    An op that returns its operand, such as a cast to the type that it has, returns it with its gradient, within such a
-    region too. torch.export lets later readers of the operand read that op's result.
+    An op that returns its operand (see `returned_operands`) returns it with its gradient, within such a region too:
+    later readers of the operand read that op's result.
     """
     _inline_all(graph, root, buffers)
     for node in _hidden_writes(graph):
@@ -74,24 +74,6 @@ def _inline_all(graph: fx.Graph, root: fx.GraphModule, buffers: Collection[str])
             )
 
 
-def returns_operand(node: fx.Node) -> bool:
-    """Return whether an op returns its first operand itself, which it does if nothing is to be changed."""
-    if node.target not in _RETURNING:
-        return False
-    source: Any = node.args[0]
-    before, after, rest = source.meta.get("val"), node.meta.get("val"), (*node.args[1:], *node.kwargs.values())
-    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or True in rest:  # a copy
-        return False
-    alike = before.dtype == after.dtype and before.device == after.device and before.shape == after.shape
-    return alike and (node.target is not aten.contiguous.default or before.is_contiguous())
-
-
-_RETURNING = (
-    *(aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout),
-    *(aten.type_as.default, aten.contiguous.default),
-)
-
-
 def _is_buffer(given: object, buffers: Collection[str]) -> bool:
     return isinstance(given, fx.Node) and given.op == "placeholder" and given.name in buffers
 
@@ -129,8 +111,9 @@ def _inline(
                 results = inner.args[0]
             else:
                 copied[inner] = graph.node_copy(inner, lambda n: copied[n])
-                if inner.args and inner.args[0] in unchanged and returns_operand(inner):
-                    unchanged[inner] = unchanged[inner.args[0]]  # type: ignore[index]
+                operand = returned_operand(inner)
+                if operand in unchanged:
+                    unchanged[inner] = unchanged[operand]
     copied |= unchanged
     for user in list(node.users):
         assert user.target is operator.getitem

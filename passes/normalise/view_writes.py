@@ -18,6 +18,7 @@ from torch import fx
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.graph import op_name, output_of, source_line
 from autoptd.passes.normalise.functionalize import functional_form, keep_dtype, written_state
+from autoptd.passes.recognise.returned_operands import returned_operand
 
 aten = torch.ops.aten
 
@@ -79,6 +80,17 @@ def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> set[str]:
             node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)  # type: ignore[misc]
             written.add(node.name)
     return written
+
+
+def write_to_operands(graph: fx.Graph) -> None:
+    """Put the operand in place of the tensor that an op returns, if that is the operand itself though torch's schema
+    does not say so, as of a dropout that drops nothing: a write to one is a write to both.
+    """
+    if any(map(is_write, graph.nodes)):
+        for node in graph.nodes:
+            operand = returned_operand(node)
+            if operand is not None and not is_view(node):
+                node.replace_all_uses_with(operand)
 
 
 def copy_detached(graph: fx.Graph) -> None:

@@ -40,6 +40,7 @@ from autoptd.passes.normalise.view_writes import (
     refuse_writes_to_state,
     to_decompose,
     write_functionally,
+    write_to_operands,
 )
 from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
@@ -321,6 +322,7 @@ class _Exporter:
 
     def functional(self, program: torch.export.ExportedProgram, *, repeats: bool) -> torch.export.ExportedProgram:
         """Return a program without writes in place, of views or of torch.func's transforms traced once more."""
+        write_to_operands(program.graph)
         given = dict(zip(map(str, program.graph_signature.user_inputs), self.specs, strict=True))
         self.written.update(given[arg] for arg in copy_written_inputs(program.graph, given))
         refuse_lost_tangents(program.graph)

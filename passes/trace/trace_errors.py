@@ -87,7 +87,10 @@ def copying() -> Iterator[None]:
 
 
 NUMBER_READ = "a number is read from a tensor's data, which is unknown at planning time"
-_FIXED_SHAPES = "use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k)"
+_FIXED_SHAPES = (
+    "use a form whose shapes do not depend on values (torch.where, a mask, torch.topk with a fixed k, "
+    "F.one_hot(labels, n).sum(0) for a bincount)"
+)
 KEEP_TENSORS = (
     "keep it a tensor: x / x.max(), not x / float(x.max()); no .item(), .tolist(), int() or float(). "
     "If it is a size, " + _FIXED_SHAPES
@@ -123,6 +126,9 @@ def explain(error: Exception) -> TraceError:
     where = user_line(error) or _user_line_in(text)
     if ragged := _ragged(error):
         return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
+    if "Inference tensors" in text:
+        what = "the model computes with tensors of torch.inference_mode(), which cannot be traced"
+        return UnsupportedOp(what, where=where, fix="use torch.no_grad() in its place")
     if "its data is not allocated yet" in text:  # of a list of tensors that is made one, as indices
         return _number_read(error, where)
     if type(error).__name__ == "DataDependentOutputException":  # an op of torch that returns a number

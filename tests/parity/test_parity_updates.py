@@ -50,6 +50,11 @@ WAYS = [
     ("updating_shared", Mesh(dp=4, tp=2), replace(BULK, zero=3)),
     ("updating_spectral", Mesh(dp=2, tp=2, pp=2), replace(BULK, recompute="full")),
     ("updating_spectral", Mesh(dp=4, cp=2), replace(BULK, zero=3)),
+    ("updating_codes", Mesh(dp=2, tp=2, pp=2), replace(BULK, recompute="full", zero=2)),
+    ("updating_codes", Mesh(dp=2, tp=2, cp=2), replace(BULK, zero=3)),
+    ("updating_teacher", Mesh(dp=2, pp=2), replace(BULK, schedule="zero-bubble")),
+    ("updating_teacher", Mesh(dp=2, tp=2, pp=2), replace(BULK, recompute="full", zero=2)),
+    ("updating_teacher", Mesh(dp=2, tp=2, cp=2), replace(BULK, zero=3)),
 ]
 
 

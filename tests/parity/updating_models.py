@@ -6,6 +6,8 @@ averages   moving averages of means and variances over tokens, assigned; counts 
 views      writes through views that only torch can make functional
 shared     a layer that runs twice in a pass, and updates its buffers twice
 spectral   both spectral norms of torch, whose power iterations write to buffers passed as `out=`
+codes      a codebook that is averaged from the tokens of each code, whose rows are added by index
+teacher    a momentum teacher, whose weights are buffers that the end of forward averages after the loss
 """
 
 from __future__ import annotations
@@ -197,6 +199,50 @@ class Spectral(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Codes(nn.Module):
+    """Tokens are replaced by the nearest code, and codes move to the mean of their tokens."""
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        self.table, self.up, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.register_buffer("codes", torch.randn(count, WIDTH))
+        self.register_buffer("taken", torch.ones(count))
+        self.register_buffer("sums", torch.ones(count, WIDTH))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.up(self.table(ids))
+        rows = x.flatten(0, 1)
+        chosen = (rows.detach()[:, None] - self.codes).square().sum(-1).argmin(1)
+        code = self.codes[chosen].view_as(x)
+        with torch.no_grad():
+            added = torch.zeros(self.sums.shape, dtype=rows.dtype).index_add_(0, chosen, rows)
+            self.taken.mul_(0.9).index_add_(0, chosen, torch.ones_like(rows[:, 0]))
+            self.sums.mul_(0.9).add_(added, alpha=0.1).index_add_(0, chosen, 0.1 * rows)
+            self.codes.copy_(self.sums / self.taken.clamp(min=1.0)[:, None])
+        loss = F.cross_entropy(self.head(x + (code - x).detach()).flatten(0, 1), labels.flatten())
+        return loss + 0.1 * F.mse_loss(x, code)
+
+
+class Teacher(nn.Module):
+    """A network that learns from the moving averages of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm, self.down = nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, VOCAB)
+        for name in ("table", "up", "down"):
+            self.register_buffer(f"mean_{name}", 0.5 * getattr(self, name).weight.detach())
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.down(self.norm(F.gelu(self.up(self.table(ids)))))
+        taught = F.linear(F.gelu(F.linear(F.embedding(ids, self.mean_table), self.mean_up)), self.mean_down)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + F.mse_loss(logits, taught)
+        with torch.no_grad():
+            for name in ("table", "up", "down"):
+                getattr(self, f"mean_{name}").lerp_(getattr(self, name).weight, 0.1)
+        return loss
+
+
 def case_of(model: nn.Module) -> Case:
     ids, labels = tokens()
     return Case(randomised(model), {"ids": ids, "labels": labels})
@@ -215,4 +261,6 @@ UPDATING: Mapping[str, Callable[[], Case]] = {
     "updating_shared": lambda: made(Shared),
     "updating_views": lambda: made(Views),
     "updating_spectral": lambda: made(Spectral),
+    "updating_codes": lambda: made(Codes),
+    "updating_teacher": lambda: made(Teacher),
 }

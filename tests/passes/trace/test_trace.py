@@ -223,6 +223,33 @@ def test_a_count_of_values_has_a_way_out() -> None:
     assert "aten.bincount.default has a size that depends on data" in text and "F.one_hot(x, n).sum(0)" in text
 
 
+class Weighted(nn.Module):
+    """A loss whose classes weigh as much as there are few of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x), y, weight=1 / (1 + torch.bincount(y, minlength=WIDTH)))
+
+
+def test_weights_of_counted_values_have_a_way_out() -> None:
+    text = str(refusal(Weighted(), x=torch.randn(6, WIDTH), y=torch.arange(6) % WIDTH))
+    assert "F.one_hot(labels, n).sum(0)" in text
+
+
+def under_inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        seen = x.sigmoid()
+    return x + seen.clone()
+
+
+def test_inference_mode_has_a_way_out() -> None:
+    text = str(refusal(Model(under_inference_mode), x=torch.ones(6, WIDTH)))
+    assert "torch.inference_mode(), which cannot be traced" in text and "torch.no_grad()" in text
+
+
 @pytest.mark.parametrize("route", [branch_on_item, branch_on_tensor, slice_by_item, indices_in_a_list])
 def test_data_dependence_is_refused_with_its_place(route: Callable[[Tensor], Tensor]) -> None:
     text = str(refusal(Model(route), x=torch.ones(6, WIDTH)))
