@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_map
 
 from autoptd.errors import AutoptdError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import ForwardHooks, keeping
+from autoptd.passes.graph import updated_values
 from autoptd.passes.kept.python_values import KEEPERS, Holder, Name, copied, frozen, holders, label, refill, values_of
 from autoptd.passes.random.skipped_layers import equal_programs
 from autoptd.passes.trace.loss import Loss
 from autoptd.passes.trace.trace_errors import refuse_caught_errors
+from autoptd.passes.trace.traced import Traced
 
 
 @contextmanager
@@ -187,6 +189,21 @@ def write_assigned_buffers(root: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
+    """Raise UnsupportedOp for an updated buffer of the loss, or one whose memory another buffer or parameter shares."""
+    held = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters())}
+    for arg in updated_values(traced.graph.graph):
+        name = traced.buffers.get(arg)
+        if name is None:
+            raise UnsupportedOp("the loss writes to a buffer of its own", fix="hold the buffer in the model")
+        if other := next((n for n, x in held.items() if x is not held[name] and shares_memory(x, held[name])), ""):
+            raise UnsupportedOp(
+                f"forward updates the buffer {name}, which shares its memory with {other}",
+                where=name,
+                fix="register a tensor of its own under each name, by .clone()",
+            )
 
 
 def shares_memory(x: Tensor, y: Tensor) -> bool:

@@ -49,7 +49,12 @@ from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, with_loss_shapes, without_shape_cache
 from autoptd.passes.trace.lean_export import lean_export, silent_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
-from autoptd.passes.trace.python_state import refuse_changes, refuse_own_draws, shares_memory, write_assigned_buffers
+from autoptd.passes.trace.python_state import (
+    refuse_changes,
+    refuse_own_draws,
+    refuse_shared_updates,
+    write_assigned_buffers,
+)
 from autoptd.passes.trace.repeats import Repeats
 from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
 from autoptd.passes.trace.specialize_sizes import (
@@ -165,7 +170,7 @@ def _traced(
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, rows, names, frozen, count, objective, exporter.branches, known is not None)
     traced.of_turns = {names[target.removeprefix("model.")]: of for target, of in of_turns.items()}
-    _refuse_shared_updates(model, traced)
+    refuse_shared_updates(model, traced)
     long = any(len(shape) > 1 and (name, 1) not in fixed for name, (shape, _) in specs.items())
     if long and SEQUENCE not in traced.sizes:
         traced.length_fixed = because or "code of a library that forward calls"
@@ -181,21 +186,6 @@ def _traced(
         if not values[name].is_meta and arg not in updated_values(traced.graph.graph)
     }
     return traced
-
-
-def _refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
-    """Raise UnsupportedOp for an updated buffer of the loss, or one whose memory another buffer or parameter shares."""
-    held = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters())}
-    for arg in updated_values(traced.graph.graph):
-        name = traced.buffers.get(arg)
-        if name is None:
-            raise UnsupportedOp("the loss writes to a buffer of its own", fix="hold the buffer in the model")
-        if other := next((n for n, x in held.items() if x is not held[name] and shares_memory(x, held[name])), ""):
-            raise UnsupportedOp(
-                f"forward updates the buffer {name}, which shares its memory with {other}",
-                where=name,
-                fix="register a tensor of its own under each name, by .clone()",
-            )
 
 
 SAMPLES = 5, 7  # of the two traces with loops over samples; primes that few other sizes are multiples of

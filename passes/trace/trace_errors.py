@@ -127,8 +127,8 @@ def explain(error: Exception) -> TraceError:
     if ragged := _ragged(error):
         return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
     if "Inference tensors" in text:
-        what = "the model computes with tensors of torch.inference_mode(), which cannot be traced"
-        return UnsupportedOp(what, where=where, fix="use torch.no_grad() in its place")
+        what = "the model holds tensors that were made under torch.inference_mode(), which cannot be traced"
+        return UnsupportedOp(what, where=where, fix="make them under torch.no_grad(), or clone them")
     if "its data is not allocated yet" in text:  # of a list of tensors that is made one, as indices
         return _number_read(error, where)
     if type(error).__name__ == "DataDependentOutputException":  # an op of torch that returns a number

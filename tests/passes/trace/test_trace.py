@@ -239,14 +239,10 @@ def test_weights_of_counted_values_have_a_way_out() -> None:
     assert "F.one_hot(labels, n).sum(0)" in text
 
 
-def under_inference_mode(x: Tensor) -> Tensor:
+def test_a_tensor_made_under_inference_mode_has_a_way_out() -> None:
     with torch.inference_mode():
-        seen = x.sigmoid()
-    return x + seen.clone()
-
-
-def test_inference_mode_has_a_way_out() -> None:
-    text = str(refusal(Model(under_inference_mode), x=torch.ones(6, WIDTH)))
+        made = torch.ones(WIDTH)
+    text = str(refusal(Model(lambda x: x * made), x=torch.ones(6, WIDTH)))
     assert "torch.inference_mode(), which cannot be traced" in text and "torch.no_grad()" in text
 
 
