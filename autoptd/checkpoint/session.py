@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from autoptd.checkpoint import folder
-from autoptd.checkpoint.entries import model_entries, optimizer_entries
+from autoptd.checkpoint.entries import model_entries, optimizer_entries, unread_entry
 from autoptd.checkpoint.restore import damage_here, restore
 from autoptd.checkpoint.saver import Saver
 from autoptd.errors import CheckpointError
@@ -34,7 +35,7 @@ class Session:
     """Checkpoints of a running trainer. Construction is a collective of all ranks of the world.
 
     untrained: names of frozen parameters and persistent buffers. described: the manifest's fields about the model.
-    unused: names of the model's tensors that the plan does not hold.
+    unread: the model's persistent tensors that no step reads, or meta ones without values; `load` replaces them.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class Session:
         plan: Plan,
         untrained: frozenset[str],
         described: Mapping[str, Any],
-        unused: frozenset[str] = frozenset(),
+        unread: dict[str, Tensor] | None = None,
     ) -> None:
         self._trainer, self._plan, self._still, self._described = trainer, plan, untrained, described
-        self._unused = unused
+        self._unread = {} if unread is None else unread
         self._saver = Saver()
 
     def save(self, root: Path, step: int, others: Mapping[str, Stateful], keep: int | None) -> None:
@@ -57,6 +58,8 @@ class Session:
         self._saver.agree("the ranks do not save the same checkpoint", f"step {step}, {root}{_named(others)}", fix)
         trainer.settle()
         entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
+        first = trainer.communicators.rank == 0
+        entries += [unread_entry(name, x, first) for name, x in self._unread.items() if not x.is_meta]
         groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
         names = [[*group] for group in trainer.update.groups]
         states = {name: other.state_dict() for name, other in others.items()}
@@ -128,7 +131,7 @@ class Session:
             self._saver.group,
             optimizer=optimizer,
             others=others.keys(),
-            unused=self._unused,
+            unread=self._unread,
         )
         for name, other in others.items():
             other.load_state_dict(progress["others"][name])
