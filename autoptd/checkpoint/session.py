@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import warnings
+import weakref
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +23,8 @@ from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import differing
 from autoptd.runtime.optimizers.several import described
 from autoptd.runtime.trainer import Trainer
+
+_LAST_SAVED: dict[Path, tuple[weakref.ref[Session], int]] = {}  # in each folder, by this process: by whom, what step
 
 
 class Stateful(Protocol):
@@ -49,6 +53,7 @@ class Session:
         self._trainer, self._plan, self._still, self._described = trainer, plan, untrained, described
         self._unread = {} if unread is None else unread
         self._saver = Saver()
+        self._roots = set[Path]()  # folders that have this model's checkpoints alone
 
     def save(self, root: Path, step: int, others: Mapping[str, Stateful], keep: int | None) -> None:
         """Copy this rank's state and start writing it. `keep`: number of checkpoints to keep, None for all."""
@@ -56,6 +61,7 @@ class Session:
         self.wait()
         fix = "call save on all ranks after the same step, with one folder and the same others"
         self._saver.agree("the ranks do not save the same checkpoint", f"step {step}, {root}{_named(others)}", fix)
+        self._check_folder(root, step)
         trainer.settle()
         entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
         first = trainer.communicators.rank == 0
@@ -81,6 +87,19 @@ class Session:
             },
         }
         self._saver.start(root, step, entries, progress, {folder.PLAN: self._plan.to_json()}, manifest, keep)
+
+    def _check_folder(self, root: Path, step: int) -> None:
+        """Refuse the folder of another model, and warn of a checkpoint of this process that would be replaced."""
+        first = self._saver.rank == 0
+        if root not in self._roots:
+            check = partial(folder.check_model, root, self._described) if first else lambda: None
+            self._saver.on_all_ranks(f"save into {root}", check)
+            self._roots.add(root)
+        writer, last = _LAST_SAVED.get(root, (None, -1))
+        if first and last == step and writer is not None and writer() not in (None, self):
+            text = "is replaced, which another Parallel of this process saved: give each a folder of its own"
+            warnings.warn(f"{root}: the checkpoint of step {step} {text}", stacklevel=5)
+        _LAST_SAVED[root] = weakref.ref(self), step
 
     def _compare(self, states: Mapping[str, Any]) -> None:
         """Warn on rank 0 of states that differ over the ranks: only its own are saved. A collective."""
