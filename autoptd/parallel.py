@@ -330,7 +330,8 @@ class Parallel(Evaluating, Saving):
         names = self._source.model.state_dict(keep_vars=True)
         found = self._unchanging.state_dict(names)
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
-        others = self._unheld([name for name in names if name not in found])
-        result = {name: found[name] if name in found else others[name] for name in names}
+        others = self._unheld([name for name, x in names.items() if name not in found and isinstance(x, Tensor)])
+        whole = {**names, **others, **found}  # of the model: what is no tensor, from `get_extra_state`
+        result = {name: whole[name] for name in names}
         self._planned.gave(result)
         return result

@@ -128,6 +128,8 @@ class Saving(RunningRank):
         held = {**layout.parameters, **layout.buffers}
         sizes, loss = dict[str, int](), dict[str, str]()
         for name, x in model.state_dict(keep_vars=True).items():
+            if not isinstance(x, Tensor):  # from `get_extra_state`
+                continue
             spec = held.get(aliases.get(name, name))
             if source.objective.owns(name):
                 loss[name] = name.removeprefix(f"{source.objective.child}.")

@@ -107,6 +107,31 @@ def test_others_of_another_shape_are_refused(tmp_path: Path) -> None:
         second.load(tmp_path)
 
 
+class Versioned(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 2}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 2}
+
+
+def test_a_state_that_is_no_tensor_is_the_model_s(tmp_path: Path) -> None:
+    model = Versioned(8, 4)
+    parallel = autoptd.parallelize(
+        model, world=1, inputs={"input": X[:2]}, loss=nn.CrossEntropyLoss(), targets=Y[:2], batch=8, precision="fp32"
+    )
+    parallel.train_step(BATCH)
+    parallel.save(tmp_path / "checkpoints")
+    parallel.load(tmp_path / "checkpoints")
+    parallel.export_weights(tmp_path / "out")
+    state = parallel.state_dict()
+    Versioned(8, 4).load_state_dict(state)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == state.keys() - {"_extra_state"} == {"weight", "bias"}
+
+
 class Head(nn.Module):
     """A table, and a head that may share its weight."""
 
