@@ -167,6 +167,7 @@ class Evaluating(RunningRank):
 
         def values(names: Sequence[str]) -> dict[str, Tensor]:
             stored = {n: self._weights[n].whole() for n in names if self._weights is not None and n in self._weights}
+            stored |= {n: x for n, x in self._unread.items() if n in names and not x.is_meta}
             rest = [n for n in names if n not in stored]
             return {**values_for(model, rest, self._seed, named_values(made.source)), **stored}
 

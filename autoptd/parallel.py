@@ -327,10 +327,11 @@ class Parallel(Evaluating, Saving):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return full tensors by original name, tied ones under each of their names, on every rank. Collective."""
-        found = self._unchanging.state_dict()
+        names = self._source.model.state_dict(keep_vars=True)
+        found = self._unchanging.state_dict(names)
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
-        model = self._source.model
-        others = values_for(model, [n for n in model.state_dict(keep_vars=True) if n not in found], self._seed)
-        result = {name: found[name] if name in found else others[name] for name in model.state_dict(keep_vars=True)}
+        others = self._unheld([name for name, x in names.items() if name not in found and isinstance(x, Tensor)])
+        whole = {**names, **others, **found}  # of the model: what is no tensor, from `get_extra_state`
+        result = {name: whole[name] for name in names}
         self._planned.gave(result)
         return result

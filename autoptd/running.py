@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
 
 from autoptd.boundary import public_methods
 from autoptd.compile.traced import TracedModel
@@ -14,6 +18,7 @@ from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.interfaces import Watcher
 from autoptd.runtime.faults.rank_status import PendingComm
+from autoptd.runtime.initialise import values_for
 from autoptd.runtime.lazy_tensor import Stored
 from autoptd.runtime.report import Meter
 from autoptd.runtime.trainer import Trainer
@@ -29,6 +34,7 @@ class RunningRank(ABC):
     _weights: Mapping[str, Stored] | None
     _seed: int
     _meter: Meter
+    _evaluators: dict[Any, Any]
 
     @property
     @abstractmethod
@@ -75,6 +81,23 @@ class RunningRank(ABC):
     def step(self) -> int:
         """Number of steps done."""
         return self._meter.step
+
+    @cached_property
+    def _unread(self) -> dict[str, Tensor]:
+        """The model's persistent tensors that no step reads and no rank holds, whole; on meta where none has values.
+
+        They are those of the weights, else the model's own, and those of a checkpoint once one is loaded.
+        """
+        stored, aliases = self._weights or {}, self._source.folded.traced.aliases
+        held = {*self.layout.parameters, *self.layout.buffers, *aliases}
+        names = self._source.model.state_dict(keep_vars=True)
+        own = {name: x.detach() for name, x in names.items() if isinstance(x, Tensor) and name not in held}
+        return {name: stored[name].whole().to(x.dtype) if name in stored else x for name, x in own.items()}
+
+    def _unheld(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return whole tensors of the model that no rank holds, by name."""
+        found = {name: x for name in names if (x := self._unread.get(name)) is not None and not x.is_meta}
+        return {**values_for(self._source.model, [n for n in names if n not in found], self._seed), **found}
 
     def _not_training(self) -> AbstractContextManager[None]:
         """Return a context whose time does not count as that of steps in `Parallel.report`."""

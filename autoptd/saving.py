@@ -15,7 +15,6 @@ from torch import Tensor
 from autoptd.boundary import public_methods
 from autoptd.errors import CheckpointError
 from autoptd.running import RunningRank
-from autoptd.runtime.initialise import values_for
 from autoptd.stopping import SIGNALS, StopRequest
 from autoptd.text import printable
 
@@ -77,6 +76,7 @@ class Saving(RunningRank):
         session = self._session
         with self._with_all("loading"):
             self._meter.step = session.load(Path(path), others or {}, optimizer=optimizer)
+        self._evaluators.clear()  # they have copies of what no step reads
         return self.step
 
     def resume(self, directory: str | os.PathLike[str], *, others: Mapping[str, Stateful] | None = None) -> int:
@@ -89,6 +89,7 @@ class Saving(RunningRank):
         session = self._session
         with self._with_all("resuming"):
             step, damaged = session.resume(Path(directory), others or {})
+        self._evaluators.clear()
         if damaged and self.rank == 0:
             left_out = printable("; ".join(damaged), keep="")
             warnings.warn(f"skipped {left_out}; resuming from step {step}", stacklevel=2)
@@ -127,6 +128,8 @@ class Saving(RunningRank):
         held = {**layout.parameters, **layout.buffers}
         sizes, loss = dict[str, int](), dict[str, str]()
         for name, x in model.state_dict(keep_vars=True).items():
+            if not isinstance(x, Tensor):  # from `get_extra_state`
+                continue
             spec = held.get(aliases.get(name, name))
             if source.objective.owns(name):
                 loss[name] = name.removeprefix(f"{source.objective.child}.")
@@ -136,7 +139,7 @@ class Saving(RunningRank):
 
         def whole(name: str) -> Tensor:
             own = aliases.get(name, name)
-            return trainer.whole(own) if own in held else values_for(model, [name], self._seed)[name]
+            return trainer.whole(own) if own in held else self._unheld([name])[name]
 
         configurations = {}
         if config is not None and hasattr(config, "to_dict"):
@@ -154,15 +157,14 @@ class Saving(RunningRank):
         model, layout = self._source.model, self.layout
         names = model.state_dict(keep_vars=True)
         trained = {name for name, spec in layout.parameters.items() if spec.trainable}
-        untrained = frozenset(n for n in {**layout.parameters, **layout.buffers} if n in names and n not in trained)
+        held = {n: list(spec.shape) for n, spec in {**layout.parameters, **layout.buffers}.items() if n in names}
         config = getattr(model, "config", None)
         manifest = {
             "model": self.plan.model,
             "graph_hash": self.plan.graph_hash,
-            "tensors": {n: list(s.shape) for n, s in {**layout.parameters, **layout.buffers}.items() if n in names},
-            "buffers": [name for name in layout.buffers if name in names],
+            "tensors": held | {name: list(x.shape) for name, x in self._unread.items()},
+            "buffers": [name for name in (*layout.buffers, *self._unread) if name in names],
             "aliases": dict(self._source.folded.traced.aliases),
             "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
         }
-        unused = frozenset(names) - {*layout.parameters, *layout.buffers}
-        return Session(self._running, self.plan, untrained, manifest, unused)
+        return Session(self._running, self.plan, frozenset(held.keys() - trained), manifest, self._unread)

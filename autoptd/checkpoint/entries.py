@@ -58,6 +58,12 @@ def model_entries(trainer: Trainer, untrained: Collection[str]) -> Iterator[Entr
             yield Entry(f"model.{name}", spec.shape, flat, _regions(trainer, spec, 0, flat.numel()), owned)
 
 
+def unread_entry(name: str, x: Tensor, owned: bool) -> Entry:
+    """Return the entry of a tensor of the model that no step reads, whole."""
+    shape = tuple(x.shape)
+    return Entry(f"model.{name}", shape, x.reshape(-1), (Region((0,) * len(shape), shape, 0, shape),), owned)
+
+
 def optimizer_entries(trainer: Trainer) -> Iterator[Entry]:
     """Yield the optimizer's state of each parameter that it has stepped. Raises CheckpointError for other objects."""
     for updated in trainer.update.updated:

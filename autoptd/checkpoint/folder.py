@@ -124,6 +124,21 @@ def prepare(root: Path, step: int) -> Path:
     return part
 
 
+def check_model(root: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the latest checkpoint has other parameters: new ones would take the places of these."""
+    try:
+        found = read_manifest(find(root))
+    except (CheckpointError, OSError):
+        return  # there is none, or it is damaged
+    if found["format"] == FORMAT and _parameters(found) != _parameters(manifest):
+        what = "the folder has checkpoints of another model, which new ones would replace: give each model its own"
+        raise CheckpointError(what, where=str(root))
+
+
+def _parameters(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: shape for name, shape in manifest["tensors"].items() if name not in manifest.get("buffers", ())}
+
+
 def try_writing(root: Path, rank: int) -> None:
     """Raise OSError if a rank cannot write to a folder. Makes the folder if needed and leaves nothing in it."""
     root.mkdir(parents=True, exist_ok=True)

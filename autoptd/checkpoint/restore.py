@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoptd.checkpoint import contents, dcp, folder
-from autoptd.checkpoint.entries import COUNTS, MOMENTS, NUMBERS, Entry, model_entries, optimizer_entry
+from autoptd.checkpoint.entries import COUNTS, MOMENTS, NUMBERS, Entry, model_entries, optimizer_entry, unread_entry
 from autoptd.checkpoint.files import LOAD_OLDER
 from autoptd.checkpoint.index import Index
 from autoptd.checkpoint.progress import check_groups, check_optimizer, read_progress
@@ -35,12 +35,12 @@ def restore(
     *,
     optimizer: bool,
     others: Collection[str] = (),
-    unused: Collection[str] = (),
+    unread: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Fill parameters and, if `optimizer`, the optimizer's state; returns the fields of `progress.pt`. A collective.
 
-    others: names of further states that the checkpoint must hold. unused: names of the model's tensors that the plan
-    does not hold, since no step reads them. Everything is checked before anything is changed.
+    others: names of further states that the checkpoint must hold. unread: the model's tensors that the plan does not
+    hold, since no step reads them: those of the checkpoint replace them. Everything is checked before anything changes.
     Raises CheckpointError on all ranks if one finds a fault.
     """
     where = folder.find(path)
@@ -48,7 +48,10 @@ def restore(
     _check_files(where, manifest, trainer.communicators)
     known = contents.index_of(where, manifest)
     entries = list(model_entries(trainer, untrained))
-    _check_shapes(where, _required(trainer, untrained), known, unused)
+    kept = {name: torch.empty_like(x, device="cpu") for name, x in (unread or {}).items() if f"model.{name}" in known}
+    required = _required(trainer, untrained) | {name: tuple(x.shape) for name, x in kept.items()}
+    _check_shapes(where, required, known)
+    entries += [unread_entry(name, x, owned=False) for name, x in kept.items()]
     progress = read_progress(where, manifest)
     if missing := [name for name in others if name not in progress["others"]]:
         known_others = brief(", ".join(map(ascii, progress["others"])) or "none")
@@ -74,6 +77,8 @@ def restore(
     if optimizer:
         _fill_optimizer(trainer, states, made, progress["optimizer"]["groups"])
     trainer.take_pieces()
+    if unread is not None:
+        unread |= kept
     return progress
 
 
@@ -119,9 +124,9 @@ def _required(trainer: Trainer, untrained: Collection[str]) -> dict[str, tuple[i
     return {name: tuple(spec.shape) for name, spec in specs.items() if spec.trainable or name in untrained}
 
 
-def _check_shapes(where: Path, required: Mapping[str, tuple[int, ...]], known: Index, unused: Collection[str]) -> None:
+def _check_shapes(where: Path, required: Mapping[str, tuple[int, ...]], known: Index) -> None:
     saved = [key.removeprefix("model.") for key in known if key.startswith("model.")]
-    wrong = [f"{name}: not in the model" for name in saved if name not in required and name not in unused]
+    wrong = [f"{name}: not in the model" for name in saved if name not in required]
     for name, shape in required.items():
         key = f"model.{name}"
         if key not in known:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import platform
 import warnings
+import weakref
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from autoptd.checkpoint import folder
-from autoptd.checkpoint.entries import model_entries, optimizer_entries
+from autoptd.checkpoint.entries import model_entries, optimizer_entries, unread_entry
 from autoptd.checkpoint.restore import damage_here, restore
 from autoptd.checkpoint.saver import Saver
 from autoptd.errors import CheckpointError
@@ -20,6 +23,8 @@ from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import differing
 from autoptd.runtime.optimizers.several import described
 from autoptd.runtime.trainer import Trainer
+
+_LAST_SAVED: dict[Path, tuple[weakref.ref[Session], int]] = {}  # in each folder, by this process: by whom, what step
 
 
 class Stateful(Protocol):
@@ -34,7 +39,7 @@ class Session:
     """Checkpoints of a running trainer. Construction is a collective of all ranks of the world.
 
     untrained: names of frozen parameters and persistent buffers. described: the manifest's fields about the model.
-    unused: names of the model's tensors that the plan does not hold.
+    unread: the model's persistent tensors that no step reads, or meta ones without values; `load` replaces them.
     """
 
     def __init__(
@@ -43,11 +48,12 @@ class Session:
         plan: Plan,
         untrained: frozenset[str],
         described: Mapping[str, Any],
-        unused: frozenset[str] = frozenset(),
+        unread: dict[str, Tensor] | None = None,
     ) -> None:
         self._trainer, self._plan, self._still, self._described = trainer, plan, untrained, described
-        self._unused = unused
+        self._unread = {} if unread is None else unread
         self._saver = Saver()
+        self._roots = set[Path]()  # folders that have this model's checkpoints alone
 
     def save(self, root: Path, step: int, others: Mapping[str, Stateful], keep: int | None) -> None:
         """Copy this rank's state and start writing it. `keep`: number of checkpoints to keep, None for all."""
@@ -55,8 +61,11 @@ class Session:
         self.wait()
         fix = "call save on all ranks after the same step, with one folder and the same others"
         self._saver.agree("the ranks do not save the same checkpoint", f"step {step}, {root}{_named(others)}", fix)
+        self._check_folder(root, step)
         trainer.settle()
         entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
+        first = trainer.communicators.rank == 0
+        entries += [unread_entry(name, x, first) for name, x in self._unread.items() if not x.is_meta]
         groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
         names = [[*group] for group in trainer.update.groups]
         states = {name: other.state_dict() for name, other in others.items()}
@@ -78,6 +87,19 @@ class Session:
             },
         }
         self._saver.start(root, step, entries, progress, {folder.PLAN: self._plan.to_json()}, manifest, keep)
+
+    def _check_folder(self, root: Path, step: int) -> None:
+        """Refuse the folder of another model, and warn of a checkpoint of this process that would be replaced."""
+        first = self._saver.rank == 0
+        if root not in self._roots:
+            check = partial(folder.check_model, root, self._described) if first else lambda: None
+            self._saver.on_all_ranks(f"save into {root}", check)
+            self._roots.add(root)
+        writer, last = _LAST_SAVED.get(root, (None, -1))
+        if first and last == step and writer is not None and writer() not in (None, self):
+            text = "is replaced, which another Parallel of this process saved: give each a folder of its own"
+            warnings.warn(f"{root}: the checkpoint of step {step} {text}", stacklevel=5)
+        _LAST_SAVED[root] = weakref.ref(self), step
 
     def _compare(self, states: Mapping[str, Any]) -> None:
         """Warn on rank 0 of states that differ over the ranks: only its own are saved. A collective."""
@@ -128,7 +150,7 @@ class Session:
             self._saver.group,
             optimizer=optimizer,
             others=others.keys(),
-            unused=self._unused,
+            unread=self._unread,
         )
         for name, other in others.items():
             other.load_state_dict(progress["others"][name])

@@ -11,7 +11,7 @@ whether any rank has a gradient for it. Parameters without a gradient are not st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -341,11 +341,11 @@ class Trainer:
                 local.copy_(part)
         self._loaded = True
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return all parameters, and buffers that steps update, full, by original name, on every rank. A collective."""
-        updated = [name for name, spec in self.layout.buffers.items() if spec.updated]
+    def state_dict(self, still: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return parameters, buffers that steps update, and those of `still`, full, by original name, on every rank."""
+        buffers = [name for name, spec in self.layout.buffers.items() if spec.updated or name in still]
         with self.communicators.watch.status.calling("state_dict"):
-            return {name: self.whole(name) for name in (*self.layout.parameters, *updated)}
+            return {name: self.whole(name) for name in (*self.layout.parameters, *buffers)}
 
     def whole(self, name: str) -> Tensor:
         """Return one parameter or buffer, full, on every rank. A collective."""

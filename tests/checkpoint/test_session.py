@@ -312,3 +312,22 @@ def test_another_model_is_refused_by_ranks_that_lack_nothing(tmp_path: Path) -> 
 
     told = run_lockstep(other.layout.mesh, body)
     assert all("blocks.1.norm_1.weight: not in it" in text for text in told)
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    """A second model that saves the same step would remove the checkpoint of the first."""
+    first, second = made(), made(GPTSizes(vocab=32, max_seq=8, width=16, layers=2, heads=2))
+    first.save(tmp_path)
+    with pytest.raises(CheckpointError, match="has checkpoints of another model"):
+        second.save(tmp_path)
+    assert first.load(tmp_path) == 0
+
+
+def test_replacing_what_an_equal_model_saved_is_no_secret(tmp_path: Path) -> None:
+    first, second = made(), made()
+    first.save(tmp_path)
+    with pytest.warns(UserWarning, match="step 0 is replaced, which another Parallel of this process saved"):
+        second.save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.save(tmp_path)

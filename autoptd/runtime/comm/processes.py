@@ -107,13 +107,21 @@ def _initialise(backend: str, timeout: timedelta) -> None:
         else:
             with on_named_interface(timeout):
                 dist.init_process_group(backend, timeout=timeout)
-    except dist.DistNetworkError as error:
+    except ValueError as error:  # raised by torch for variables that are missing, or are no numbers
+        raise RuntimeFault(
+            f"torch.distributed cannot start from the environment: {error}",
+            where=f"rank {os.environ.get('RANK', '?')}, connecting",
+            fix="start the script with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as it does",
+        ) from error
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         host, port = (os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
         taken = "EADDRINUSE" in str(error)
         raise RuntimeFault(
             f"port {port} of {host} is taken" if taken else f"the ranks cannot connect to {host}:{port}: {error}",
             where=f"rank {os.environ.get('RANK', '?')}, connecting",
-            fix="give another port: torchrun --master-port … (MASTER_PORT), or --standalone, which takes a free one",
+            fix="give another port: torchrun --master-port … (MASTER_PORT), or --standalone, which takes a free one"
+            if taken
+            else "start as many processes as WORLD_SIZE says, which all reach this address: torchrun does so",
         ) from error
 
 
