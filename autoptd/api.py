@@ -19,6 +19,7 @@ from autoptd.arguments import (
     check_nothing_to_search,
     check_sizes,
     check_update,
+    cluster_for,
     optimizer_name,
     planned_optimizer,
 )
@@ -27,8 +28,7 @@ from autoptd.compile.make_plan import make_plan, samples_of
 from autoptd.compile.program import make_program, read_sharding
 from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
-from autoptd.cost_models.local_cluster import default_cluster
-from autoptd.errors import ClusterError, InputsError, PlanError
+from autoptd.errors import InputsError, PlanError
 from autoptd.parallel import Optimizer, Parallel
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.hidden_matrices import hidden_matrices
@@ -140,7 +140,7 @@ def plan(
     """
     progress = progress_of(progress)
     check_sizes(world, batch)
-    constraints, chosen, where = read_system(as_, fix, assume), optimizer_name(optimizer), _cluster(cluster)
+    constraints, chosen, where = read_system(as_, fix, assume), optimizer_name(optimizer), cluster_for(cluster, world)
     check_clip(clip_norm)
     check_limit(time_limit_s)
     source = _traced(_built(model), inputs, loss, targets, seq, precision, progress, loss_averaging)
@@ -230,7 +230,7 @@ def parallelize(
             raise PlanError("world was not given", where="world", fix="pass world=, or start under torchrun")
     check_sizes(world, batch)
     check_limit(time_limit_s)
-    where = None if cluster is None and plan is not None else _cluster(cluster)
+    where = None if cluster is None and plan is not None else cluster_for(cluster, world)
     if plan is not None:
         plan.check_world(world)
         check_nothing_to_search(fix=fix, exact=exact, time_limit_s=time_limit_s)
@@ -386,15 +386,3 @@ def _running_world() -> int | None:
             return size
     text = os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdigit() and "RANK" in os.environ else None
-
-
-def _cluster(cluster: str | os.PathLike[str] | Cluster | None) -> Cluster:
-    if cluster is None:
-        return default_cluster()
-    if not isinstance(cluster, (str, os.PathLike, Cluster)):
-        raise ClusterError(
-            f"cluster is of type {type(cluster).__name__}",
-            where="cluster",
-            fix="pass a shipped name (listed by `autoptd clusters`), the path of a .toml file, or a Cluster",
-        )
-    return cluster if isinstance(cluster, Cluster) else Cluster.load(os.fspath(cluster))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from autoptd.cost_models.cluster import Cluster
-from autoptd.errors import AutoptdError, PlanError, nearest
+from autoptd.cost_models.local_cluster import default_cluster
+from autoptd.errors import AutoptdError, ClusterError, PlanError, nearest
 from autoptd.parallel import Optimizer
 from autoptd.plans.model import Plan
 from autoptd.runtime.optimizers.groups import ParameterGroup, choose
@@ -127,3 +129,17 @@ def check_clip(clip_norm: object) -> None:
     number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):  # type: ignore[operator]
         raise PlanError(f"clip_norm is {clip_norm!r}", where="clip_norm", fix="pass a positive number, or leave it out")
+
+
+def cluster_for(cluster: str | os.PathLike[str] | Cluster | None, world: int) -> Cluster:
+    """Return the cluster, which has `world` devices; None: that of this machine. Raises ClusterError."""
+    if cluster is not None and not isinstance(cluster, (str, os.PathLike, Cluster)):
+        raise ClusterError(
+            f"cluster is of type {type(cluster).__name__}",
+            where="cluster",
+            fix="pass a shipped name (listed by `autoptd clusters`), the path of a .toml file, or a Cluster",
+        )
+    given = default_cluster() if cluster is None else cluster
+    found = given if isinstance(given, Cluster) else Cluster.load(os.fspath(given))
+    found.check_world(world)
+    return found

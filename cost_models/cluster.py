@@ -147,6 +147,17 @@ class Cluster(ClusterPart):
         """One cluster per type of device, with all devices of that type."""
         return _pools(self)
 
+    def check_world(self, world: int) -> None:
+        """Raise ClusterError unless the cluster has `world` devices, and at least one of them of its first type."""
+        size = self.levels[-1].ranks
+        if size is not None and world > size:
+            raise ClusterError(
+                f"a world of {world} is larger than cluster {self.name!r}, which has {size} devices",
+                where="cluster: levels",
+                fix=f"use a world of at most {size}, or leave out `ranks` of the cluster's last level",
+            )
+        self.pool_ranks(world)
+
     def pool_ranks(self, world: int) -> tuple[int, ...]:
         """Return the number of a world's devices of each type. Raises ClusterError if none is left for the first."""
         rest = world - sum(pool.ranks for pool in self.others)

@@ -17,7 +17,7 @@ from typing import Any
 
 from autoptd.answers.in_processes import answered
 from autoptd.answers.query import PlanQuery
-from autoptd.errors import AutoptdError, DoesNotFit, InputsError, PlanError
+from autoptd.errors import AutoptdError, ClusterError, DoesNotFit, InputsError, PlanError
 from autoptd.explain.choices import short
 from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost
 from autoptd.plans.model import Plan
@@ -108,8 +108,8 @@ def sweep(
 ) -> list[SweepPoint]:
     """Plan for every combination of values; one that does not fit or is invalid is a point as well.
 
-    over: swept name (see `PlanQuery.with_changes`) -> values. Raises InputsError and ClusterError before anything is
-    planned.
+    over: swept name (see `PlanQuery.with_changes`) -> values. Raises InputsError for a length of no sequence, and
+    ClusterError for a cluster that cannot be read, before anything is planned.
     """
     combinations = [dict(zip(over, values, strict=True)) for values in product(*over.values())]
     queries = [query.with_changes(**values) for values in combinations]
@@ -126,7 +126,7 @@ def sweep(
 def _answer(point_query: PlanQuery) -> Plan | AutoptdError:
     try:
         return point_query.plan()
-    except (DoesNotFit, PlanError, InputsError) as error:
+    except (DoesNotFit, PlanError, InputsError, ClusterError) as error:
         return error
 
 

@@ -66,10 +66,17 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that raises UsageError instead of exiting, so that all errors are reported alike."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return the arguments. Raises UsageError, for an unknown option with the closest of its command."""
+        """Return the arguments. Raises UsageError, for an unknown option with the closest of its command.
+
+        An empty value, as of an unset variable of a shell, is none: with it, nothing would be saved without a word.
+        """
         found, unknown = self.parse_known_args(args, namespace)
+        command = getattr(found, "parser", self)
+        for option in command._actions:
+            if option.option_strings and getattr(found, option.dest, None) == "":
+                names = "/".join(option.option_strings)
+                raise UsageError(f"argument {names}: the value is empty", fix="give one, or leave the option out")
         if unknown:
-            command = getattr(found, "parser", self)
             options = [name for name in command._option_string_actions if name.startswith("--")]
             close = difflib.get_close_matches(unknown[0], options, n=1)
             meant = f"did you mean {close[0]}? " if close and unknown[0].startswith("--") else ""

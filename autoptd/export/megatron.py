@@ -206,24 +206,30 @@ def _data_parallel(plan: Plan) -> Items:
     method, dp = plan.method, plan.mesh.dp
     if plan.precision in ("bf16", "fp16"):
         yield f"--{plan.precision}", ""
-    known = {"adamw": "adam", "sgd": "sgd"}
-    if plan.optimizer in known:
-        yield "--optimizer", known[plan.optimizer]
+    zero = _zero(plan)
+    if plan.optimizer == "adamw":
+        yield "--optimizer", "adam"
+    elif plan.optimizer == "sgd":
+        yield "--optimizer", "sgd"
+        yield "--sgd-momentum", "0"  # by default 0.9, and its state
+        yield "--weight-decay", "0"  # by default 0.01, as of AdamW
     else:
         named = "your own" if plan.optimizer.startswith("custom") else plan.optimizer
         yield f"the optimizer is {named}: --optimizer is left to you"
-    if plan.zero:
+    if zero:
         yield "--use-distributed-optimizer", ""
-    if plan.zero > 1:
+    if zero > 1:
         yield "--use-megatron-fsdp", ""
-        yield "--data-parallel-sharding-strategy", "optim_grads" if plan.zero == 2 else "optim_grads_params"
+        yield "--data-parallel-sharding-strategy", "optim_grads" if zero == 2 else "optim_grads_params"
         yield "--no-gradient-accumulation-fusion", ""
         yield "--ckpt-format", "fsdp_dtensor"
+    if plan.zero > zero and dp * plan.mesh.cp > 1:
+        yield f"ZeRO-{plan.zero} with sgd: Megatron-LM shards with Adam only, so each rank holds all, in more memory"
     yield from _shards(plan)
     yield from _offload(plan)
     if "dp" in method.overlap and dp * plan.mesh.cp > 1:
         yield "--overlap-grad-reduce", ""
-        if plan.zero:
+        if zero:
             yield "--overlap-param-gather", ""
         if method.bucket_bytes:
             table = COMPUTE_BYTES if method.gradients == "compute" else MAIN_BYTES
@@ -238,15 +244,23 @@ def _data_parallel(plan: Plan) -> Items:
         yield "gradients have a bf16 and a float32 buffer: Megatron-LM has only the float32 one"
 
 
+def _zero(plan: Plan) -> int:
+    """Return the stage of ZeRO that Megatron-LM runs: distrib_optimizer.py takes Adam only."""
+    return 0 if plan.optimizer == "sgd" else plan.zero
+
+
 def _shards(plan: Plan) -> Items:
     shards, copies = plan.method.shards, plan.mesh.dp * plan.mesh.cp  # both systems shard over dp and cp together
-    if plan.zero and shards not in (0, copies):
+    if _zero(plan) and shards not in (0, copies):
         yield "--num-distributed-optimizer-instances", str(copies // shards)
 
 
 def _offload(plan: Plan) -> Items:
     shares, copies = plan.method.offload, plan.mesh.dp * plan.mesh.cp
     if not any(shares):
+        return
+    if plan.optimizer == "sgd":
+        yield "a part of the optimizer state is on the host: Megatron-LM offloads only that of Adam"
         return
     yield "--optimizer-cpu-offload", ""
     yield "--optimizer-offload-fraction", f"{max(shares):g}"
@@ -362,6 +376,6 @@ def _experts(plan: Plan, model: nn.Module | None) -> Items:
 
 def _environment(plan: Plan) -> tuple[tuple[str, str | None], ...]:
     """Return what `validate_args` asks for: 1 connection with tp or cp before Blackwell, and more with FSDP."""
-    if plan.zero > 1:
+    if _zero(plan) > 1:
         return (("CUDA_DEVICE_MAX_CONNECTIONS", None),)
     return (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),) if plan.mesh.tp * plan.mesh.cp > 1 else ()

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from autoptd.errors import InputsError
+from autoptd.models.own_code import USER_ERRORS, first_line, place_of
 from autoptd.text import printable
 
 if TYPE_CHECKING:
@@ -124,7 +125,12 @@ def _own_inputs(own: Any, batch: int, seq: int) -> dict[str, Any]:
 
     from autoptd.nest import mapped, tensors_of
 
-    inputs = own(batch, seq)
+    try:
+        inputs = own(batch, seq)
+    except USER_ERRORS as error:
+        what = f"example_inputs({batch}, {seq}) of the model failed: {first_line(error)}"
+        fix = "define it as example_inputs(self, batch, seq), or pass inputs={'name': tensor, …}"
+        raise InputsError(what, where=place_of(error), fix=fix) from error
     tensors = list(tensors_of(inputs)) if isinstance(inputs, dict) else []
     if not tensors:
         what = f"example_inputs({batch}, {seq}) of the model did not return a mapping of keyword tensors"

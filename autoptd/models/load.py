@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from autoptd.cost_models.complaints import quoted, read_json, read_text
 from autoptd.errors import ModelError, nearest
 from autoptd.models.downloaded import check_config, contained, file_of
 from autoptd.models.hub import cached_folder, hub_name, is_hub_id
+from autoptd.models.own_code import USER_ERRORS, first_line, place_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,19 +28,6 @@ if TYPE_CHECKING:
 _SHIPPED = Path(__file__).parent
 _OURS = ("source", "note", "seq")  # fields of a shipped configuration that transformers does not know
 _NANOGPT = "nanogpt"
-_USER_ERRORS = (  # errors that a user's own code may raise
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 _ACCEPTED = "pass a shipped name, a Hugging Face config.json or its folder, a cached org/name, or module:callable"
 
 
@@ -151,8 +138,8 @@ def from_config(path: Path, device: str = "meta", called: str = "") -> nn.Module
         return model
     except ModelError:
         raise
-    except (*_USER_ERRORS, strict) as error:
-        what = f"transformers cannot build a {architecture} from {path.name}: {_first_line(error)}"
+    except (*USER_ERRORS, strict) as error:
+        what = f"transformers cannot build a {architecture} from {path.name}: {first_line(error)}"
         raise ModelError(what, where=str(path), fix="correct the configuration") from error
 
 
@@ -179,7 +166,7 @@ def load_callable(name: str) -> Callable[..., Any]:
     """Return the object that `module:callable` names, imported as for a model. Raises ModelError."""
     if ":" not in name:
         raise ModelError(f"{name!r} is not module:callable", where=name, fix="name a function of a Python file")
-    with _importing_from(str(Path.cwd())):
+    with _importing_from(name):
         return _find_callable(name)
 
 
@@ -188,8 +175,8 @@ def load_inputs(name: str) -> dict[str, Any]:
     build = load_callable(name)
     try:
         made = build()
-    except _USER_ERRORS as error:
-        raise ModelError(f"{name} failed: {_first_line(error)}", where=_place(error)) from error
+    except USER_ERRORS as error:
+        raise ModelError(f"{name} failed: {first_line(error)}", where=place_of(error)) from error
     if not isinstance(made, dict):
         fix = "return {'name': tensor, …} as forward takes them"
         raise ModelError(f"{name} returned {type(made).__name__}, not a mapping of tensors", where=name, fix=fix)
@@ -197,16 +184,16 @@ def load_inputs(name: str) -> dict[str, Any]:
 
 
 def _from_callable(name: str, device: str) -> nn.Module:
-    """Build the model of a `module:callable`, imported from the current folder or the installed packages."""
-    with _importing_from(str(Path.cwd())):
+    """Build the model of a `module:callable`, imported as `_module_of` says."""
+    with _importing_from(name):
         build = _find_callable(name)
         import torch
 
         try:
             with torch.device(device):
                 model = build()
-        except _USER_ERRORS as error:
-            raise ModelError(f"{name} failed: {_first_line(error)}", where=_place(error)) from error
+        except USER_ERRORS as error:
+            raise ModelError(f"{name} failed: {first_line(error)}", where=place_of(error)) from error
     if not isinstance(model, torch.nn.Module):
         fix = "return the nn.Module to be planned"
         raise ModelError(f"{name} returned {type(model).__name__}, not an nn.Module", where=name, fix=fix)
@@ -215,13 +202,19 @@ def _from_callable(name: str, device: str) -> nn.Module:
 
 def _find_callable(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
+    file, imported = Path(module_name), _module_of(name)[1]
     try:
-        module = importlib.import_module(module_name.removesuffix(".py").replace("/", "."))
-    except _USER_ERRORS as error:
-        what = f"cannot import {module_name!r}: {_first_line(error)}"
-        missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0])
-        where = name if missing else _place(error)
-        raise ModelError(what, where=where, fix=f"run in the folder of {module_name}, or install it") from error
+        module = importlib.import_module(imported)
+    except USER_ERRORS as error:
+        what = f"cannot import {module_name!r}: {first_line(error)}"
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (imported, imported.partition(".")[0])
+        where = name if missing else place_of(error)
+        fix = f"run in the folder of {module_name}, or " + ("name the whole path" if file.suffix else "install it")
+        raise ModelError(what, where=where, fix=fix) from error
+    taken = getattr(module, "__file__", None) or "Python itself"
+    if file.suffix == ".py" and file.is_file() and not (Path(taken).is_file() and file.samefile(taken)):
+        what = f"{module_name!r} has the name of another module, of {taken}"
+        raise ModelError(what, where=str(file.absolute()), fix="give the file another name")
     found = getattr(module, attribute, None)
     if hasattr(found, "named_parameters") and not isinstance(found, type):
         raise ModelError(
@@ -236,8 +229,22 @@ def _find_callable(name: str) -> Callable[..., Any]:
     return found
 
 
+def _module_of(name: str) -> tuple[Path, str]:
+    """Return the folder from which the module of a `module:callable` is imported, and its name there.
+
+    The folder is the current one, or that of a file outside of it. Installed packages are found from both.
+    """
+    module_name = name.partition(":")[0]
+    file = Path(module_name)
+    if file.suffix == ".py" and (file.is_absolute() or ".." in file.parts):
+        return file.parent.absolute(), file.stem
+    return Path.cwd(), ".".join(file.parts).removesuffix(".py")
+
+
 @contextmanager
-def _importing_from(folder: str) -> Iterator[None]:
+def _importing_from(name: str) -> Iterator[None]:
+    """Import from the folder of a `module:callable`."""
+    folder = str(_module_of(name)[0])
     sys.path.insert(0, folder)
     try:
         yield
@@ -255,14 +262,3 @@ def _close(name: str, known: Any) -> str:
     """Return the guess of `nearest` without its list of several hundred names."""
     guess, _, _ = nearest(name, known).partition("known:")
     return guess.strip() or "use the transformers release that the model needs"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
-
-
-def _place(error: BaseException) -> str:
-    """Return `file:line` of an error's innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

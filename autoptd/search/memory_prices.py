@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
-from itertools import chain
+from itertools import accumulate
 
 import numpy as np
 
@@ -94,14 +94,16 @@ def _most_s(
     seconds_of, memory_of, pieces_of = (np.array(prices) for prices in zip(*known, strict=True))  # [prices, group]
     per_second = (pipeline.microbatches * seconds_of / count)[:, :, None]
     per_byte = (memory_of / unit)[:, :, None]
-    of_pool = [_columns(blocks) for blocks in by_pool]
-    seconds, state, kept = (np.array(each)[[pipeline.pools[k] for k in firsts]] for each in zip(*of_pool, strict=True))
-    costs = per_second * seconds + per_byte * (state + alive[:, None] * kept)  # [prices, group, option]
-    costs[:, ~np.array([_may_hold(by_pool[0], pipeline, group) for group in groups])] = np.inf
-    parts = list(chain.from_iterable((same.whole, *same.segments) for same in by_pool[0]))
-    starts = np.cumsum([0, *(len(part.options) for part in parts[:-1])])
-    whole = np.minimum.reduceat(costs.min(axis=1), starts, axis=1)  # [prices, part]
-    single = np.minimum.reduceat((costs + pieces_of[:, :, None]).min(axis=1), starts, axis=1)
+    parts = sum(1 + len(same.segments) for same in by_pool[0])
+    least = np.empty((len(known), len(groups), parts))  # [prices, group, part]
+    for pool in {pipeline.pools[k] for k in firsts}:  # each type of device has options of its own
+        blocks, on = by_pool[pool], [j for j, k in enumerate(firsts) if pipeline.pools[k] == pool]
+        seconds, state, kept = _columns(blocks)
+        costs = per_second[:, on] * seconds + per_byte[:, on] * (state + alive[on, None] * kept)
+        costs[:, ~np.array([_may_hold(blocks, pipeline, groups[j]) for j in on])] = np.inf  # [prices, group, option]
+        least[:, on] = np.minimum.reduceat(costs, _starts(blocks), axis=2)
+    whole = least.min(axis=1)
+    single = (least + pieces_of[:, :, None]).min(axis=1)
     found, at = -memory_of @ (count * budgets / unit) - pieces_of @ pieces, 0
     for same in by_pool[0]:
         after = at + 1 + len(same.segments)
@@ -123,6 +125,12 @@ def _columns(blocks: Sequence[Blocks]) -> tuple[Floats, Floats, Floats]:
     ]
     seconds, state, kept = np.array(rows).T
     return seconds, state, kept
+
+
+def _starts(blocks: Sequence[Blocks]) -> list[int]:
+    """Return the place of the first option of each block and segment among all."""
+    counts = (len(part.options) for same in blocks for part in (same.whole, *same.segments))
+    return [0, *accumulate(counts)][:-1]
 
 
 def _may_hold(blocks: Sequence[Blocks], pipeline: Pipeline, group: range) -> list[bool]:

@@ -10,6 +10,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -32,6 +33,14 @@ _PRICES = {"price_per_hour": None, "currency": "", "watts": None}  # their value
 
 class ClusterPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_truth_value(cls, value: Any) -> Any:
+        """Refuse `true`, which pydantic would read as the number 1."""
+        if isinstance(value, bool):
+            raise ValueError("should be a number or text, not true or false")
+        return value
 
 
 class Peaks(ClusterPart):

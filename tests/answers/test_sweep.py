@@ -93,6 +93,14 @@ def test_what_has_no_plan_is_a_point(asked: PlanQuery):
         assert "[1] does not fit" in text and text.count("not possible") == 1
 
 
+def test_a_world_that_a_cluster_has_not_is_a_point(asked: PlanQuery):
+    *inner, last = asked.cluster.levels
+    small = asked.cluster.model_copy(update={"levels": (*inner, last.model_copy(update={"ranks": 8}))})
+    within, beyond = sweep(replace(asked, cluster=small), {"world": [8, 16]})
+    assert within.fits and not beyond.fits
+    assert "a world of 16 is larger than cluster" in beyond.to_data()["reason"]
+
+
 def test_wrong_points_are_refused_before_any_plan(asked: PlanQuery, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PlanQuery, "plan", lambda *_: pytest.fail("planned"))
     with pytest.raises(ClusterError):

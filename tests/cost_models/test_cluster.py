@@ -157,6 +157,7 @@ def test_own_file(tmp_path: Path):
         (("latency_s = 2e-5", "latency_s = 2e-5\nin_switch = { fraction = 0.7, latency_s = 1e-5 }"), "only the first"),
         (("ranks = 4\n", ""), "(the whole file): only the last of levels may leave out `ranks`"),
         (("ranks = 4", "ranks = 0"), "levels[0].ranks: input should be greater than 0, got 0"),
+        (("ranks = 4", "ranks = true"), "levels[0].ranks: should be a number or text, not true or false"),
         (('name = "outside"', 'name = "outside"\nranks = 6'), "6 ranks is not a larger multiple of 4 ranks"),
         (
             ("memory_bytes = 80e9", "memory_bytes = 80e9\ncontext_bytes = 90_000_000_000"),

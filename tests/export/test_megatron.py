@@ -280,6 +280,18 @@ def test_zero_as_arguments():
         assert said.environment == (("CUDA_DEVICE_MAX_CONNECTIONS", None),)
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_sgd_has_no_momentum_and_is_not_sharded(zero: int):
+    said = megatron(llama_plan(mesh=MeshSizes(dp=4, tp=2, pp=1), zero=zero, optimizer="sgd"))
+    found = dict(said.arguments)
+    assert (found["--optimizer"], found["--sgd-momentum"], found["--weight-decay"]) == ("sgd", "0", "0")
+    sharded = {"--use-distributed-optimizer", "--use-megatron-fsdp", "--overlap-param-gather"}
+    assert not sharded & found.keys() and "--overlap-grad-reduce" in found
+    assert any(f"ZeRO-{zero} with sgd" in line for line in said.differs) == (zero > 0)
+    alone = megatron(llama_plan(mesh=MeshSizes(dp=1, tp=2, pp=1), zero=zero, optimizer="sgd"))
+    assert not any("with sgd" in line for line in alone.differs)
+
+
 @pytest.mark.parametrize(("etp", "share"), [(0, "2"), (1, "1")])
 def test_the_mesh_of_experts_as_arguments(etp: int, share: str):
     given = arguments(llama_plan(mesh=MeshSizes(dp=4, tp=2, pp=1, ep=4, etp=etp)))

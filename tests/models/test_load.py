@@ -214,6 +214,14 @@ def test_example_inputs_of_a_module_are_checked(answer: Any):
         example_inputs(model, 1, 8)
 
 
+def test_example_inputs_that_fail_are_the_models_own():
+    model = nn.Linear(2, 2)
+    model.example_inputs = lambda: {"input": torch.zeros(1, 2)}
+    with pytest.raises(InputsError, match=r"example_inputs\(1, 8\) of the model failed: TypeError") as caught:
+        example_inputs(model, 1, 8)
+    assert "example_inputs(self, batch, seq)" in caught.value.fix
+
+
 def test_a_module_that_does_not_say():
     with pytest.raises(InputsError, match="pass inputs="):
         example_inputs(nn.Linear(2, 2), 1, 8)
@@ -320,6 +328,23 @@ def test_a_callable_in_the_current_folder():
     assert short == "build"
     assert isinstance(model, nn.Linear)
     assert model.weight.is_meta
+
+
+def test_a_callable_of_a_file_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here, there = tmp_path / "here", tmp_path / "out there"
+    here.mkdir(), there.mkdir()
+    (there / "of_another_folder.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(1, 1)\n")
+    (there / "json.py").write_text("def build(): ...\n")
+    monkeypatch.chdir(here)
+    before = list(sys.path)
+    for path in (f"{there}/of_another_folder.py", "../out there/of_another_folder.py"):
+        assert isinstance(load_model(f"{path}:build")[0], nn.Linear)
+    monkeypatch.chdir(there)
+    assert isinstance(load_model("./of_another_folder.py:build")[0], nn.Linear)
+    for name, said in (("json.py:build", "the name of another module"), (f"{there}/no.py:build", "No module named")):
+        with pytest.raises(ModelError, match=said):
+            load_model(name)
+    assert sys.path == before
 
 
 @pytest.mark.usefixtures("script")

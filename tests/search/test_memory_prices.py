@@ -18,11 +18,13 @@ SLACK = 1 + 1e-9
 Program = tuple[list[list[Blocks]], Pipeline]
 
 
-def part(rng: random.Random, slower: float) -> BlockOptions:
+def part(rng: random.Random, slower: float, pool: int) -> BlockOptions:
+    """Return random costs. `pool`: type of device; other options may be of use on each."""
     forward_s, kept, state = rng.uniform(0.5, 2), rng.uniform(1, 10), rng.uniform(0, 5)
     options = (0.0, 0.0, kept), (0.0, forward_s, rng.uniform(0, kept / 2)), (rng.uniform(0, 3), 1.0, 0.0)
     costs = [(there * slower, again * slower, n) for there, again, n in options]
-    return BlockOptions(forward_s * slower, 2 * forward_s * slower, 0.0, 0.0, state, tuple(costs[: rng.randint(1, 3)]))
+    few = 1 + (rng.randint(0, 2) + pool) % 3
+    return BlockOptions(forward_s * slower, 2 * forward_s * slower, 0.0, 0.0, state, tuple(costs[:few]))
 
 
 def program(seed: int, shape: int) -> Program:
@@ -40,7 +42,7 @@ def program(seed: int, shape: int) -> Program:
         rng.setstate(state)
         slower = 1.0 + pool * costs
         blocks = [
-            Blocks(n, part(rng, slower), tuple(part(rng, slower) for _ in range(m)), at)
+            Blocks(n, part(rng, slower, pool), tuple(part(rng, slower, pool) for _ in range(m)), at)
             for n, m, at in zip(counts, pieces, only, strict=True)
         ]
         by_pool.append(blocks)

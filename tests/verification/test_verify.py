@@ -22,7 +22,7 @@ from autoptd.plans.model import Plan
 from autoptd.verification.report import text
 from autoptd.verification.smaller.widths import Ranks, narrow
 from autoptd.verification.verdict import replace_text, verify_plan
-from tests.verification.verified import model, plan, told, trial, verdict
+from tests.verification.verified import cluster, model, plan, told, trial, verdict
 
 
 @cache
@@ -164,6 +164,14 @@ def test_a_plain_model_on_meta_whose_ends_are_tied() -> None:
     inputs = {name: torch.zeros(2, 8, dtype=torch.int64) for name in ("ids", "labels")}
     plan = autoptd.plan(model, world=4, batch=8, inputs=inputs, precision="fp32", fix={"dp": 2, "pp": 2, "micro": 2})
     found = verify_plan(plan, model, inputs=inputs)
+    assert found.agrees, told(found)
+
+
+@pytest.mark.parametrize(("batch", "ranks", "micro"), [(3, 2, 2), (7, 2, 2), (7, 3, 3), (11, 2, 3)])
+def test_a_batch_that_does_not_fill_its_microbatches_is_verified(batch: int, ranks: int, micro: int) -> None:
+    fix = {"dp": ranks, "tp": 1, "pp": 1, "micro": micro, "schedule": "1f1b"}
+    uneven = autoptd.plan(model(), world=ranks, batch=batch, seq=8, precision="fp32", fix=fix, cluster=cluster())
+    found = verify_plan(uneven, model())
     assert found.agrees, told(found)
 
 

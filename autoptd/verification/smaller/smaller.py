@@ -120,10 +120,11 @@ def _sizes(plan: Plan, ranks: Ranks | None, full: bool) -> dict[str, int]:
 
     No two symbols get the same number: the tracer would take them for one.
     """
-    micro = plan.micro if ranks is None else same_divisors(plan.micro, min(plan.micro, ranks.scale), plan.mesh.tp)
     m, pp = plan.schedule.microbatches, plan.mesh.pp
+    rest = plan.batch < plan.mesh.dp * plan.micro * m
+    least = 1 if ranks is None else max(ranks.scale, 2 if rest else 1)  # a rank that lacks a sample has others
+    micro = plan.micro if ranks is None else same_divisors(plan.micro, min(plan.micro, least), plan.mesh.tp)
     fewer = m if full else congruent(m, LEAST_MICROBATCHES, pp if plan.schedule.virtual > 1 else 1)
-    rest = plan.batch < plan.mesh.dp * plan.micro * m and plan.mesh.dp * micro > 1
     tokens: dict[str, int] = {}
     for name, n in plan.sizes.items():
         if name != str(BATCH) and ranks is not None:
