@@ -20,7 +20,6 @@ from torch.export import Dim
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
 from autoptd.layout.sample_rows import SHARED, Rows, readings, samples_in
-from autoptd.passes.custom_grad.checkpoints import plain_checkpoints
 from autoptd.passes.custom_grad.hooks import ForwardHooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
@@ -28,6 +27,8 @@ from autoptd.passes.graph import updated_values
 from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.known.one_type import OneType
+from autoptd.passes.left_to_plan.checkpoints import plain_checkpoints
+from autoptd.passes.left_to_plan.ranks import as_one_process, refuse_communication
 from autoptd.passes.loops.empty_masks import Key, RowTurns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.loops.sizes_read import Branches, recorded_branches
@@ -360,6 +361,7 @@ class _Exporter:
             typed = OneType(self._written(), PRECISIONS[self.precision]) if self.one_type else nullcontext()
             with repeating, random_code(self.skips), recorded_branches(self.branches), typed:
                 program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
+            refuse_communication(program.graph)
             buffers = program.graph_signature.inputs_to_buffers
             inline_regions(program.graph, program.graph_module, buffers)  # writes within them are looked for next
             hooks.unmark(program.graph, whole=not self.skips.without | self.turns.without)
@@ -381,6 +383,7 @@ class _Exporter:
                 hooks.running(),
                 write_assigned_buffers(root),
                 plain_checkpoints(root),
+                as_one_process(),
                 torch.set_grad_enabled(not self.evaluating),
             ):
                 return refuse_changes(model, root, hooks, traced)

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.rnn import PackedSequence
 
 from autoptd.errors import AutoptdError, TraceError, UnsupportedOp
+from autoptd.passes.left_to_plan.ranks import OF_ONE_PROCESS, RANKS_ASKED
 from autoptd.passes.normalise.functionalize import KEEP_STATE
 from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.trace.loss import Loss, LossArguments, Objective
@@ -126,6 +127,8 @@ def explain(error: Exception) -> TraceError:
     where = user_line(error) or _user_line_in(text)
     if ragged := _ragged(error):
         return UnsupportedOp(f"{ragged}, which are unknown at planning time", where=where, fix=PADDED)
+    if "Default process group has not been initialized" in text:
+        return UnsupportedOp(RANKS_ASKED, where=where, fix=OF_ONE_PROCESS)
     if "Inference tensors" in text:
         what = "the model holds tensors that were made under torch.inference_mode(), which cannot be traced"
         return UnsupportedOp(what, where=where, fix="make them under torch.no_grad(), or clone them")
