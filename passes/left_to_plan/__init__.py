@@ -1,1 +1,1 @@
-"""What models may say in their code and the plan decides: what is recomputed, and which ranks compute."""
+"""Code of models about what the plan decides: recomputation, and the ranks that compute."""

@@ -1,5 +1,4 @@
-"""What a model asks of torch.distributed: a program computes what one process computes, so there is no group of ranks
-while a model is traced.
+"""Questions of a model to torch.distributed: a program computes what one process computes, so a trace has no ranks.
 
     if dist.is_initialized():     is false, also on ranks that run
         x = gathered(x)           is not traced

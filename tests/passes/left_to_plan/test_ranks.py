@@ -1,4 +1,4 @@
-"""What a model asks of torch.distributed: no group of ranks exists in a trace."""
+"""Questions of a model to torch.distributed: no group of ranks exists in a trace."""
 
 from __future__ import annotations
 
