@@ -247,9 +247,8 @@ def parallelize(
     if optimizer is None:
         optimizer = "adamw" if plan is None else planned_optimizer(plan)
     chosen = optimizer_name(optimizer, optimizer_options)
-    kernels = {} if compile is None else {"kernels": "compiled" if compile else "eager"}
-    constraints = read_constraints({**kernels, **(fix or {})})
-    together = nullcontext if alone else on_all_ranks
+    fixed = {**({} if compile is None else {"kernels": "compiled" if compile else "eager"}), **(fix or {})}
+    constraints, together = read_constraints(fixed), (nullcontext if alone else on_all_ranks)
     with together():
         if plan is None:
             source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
@@ -274,7 +273,8 @@ def parallelize(
             constraints=constraints,
             progress=progress,
         )
-        plan = make() if alone else shared_plan(make, source.graph_hash, progress)
+        asked = {"batch": samples_of(batch, world), "precision": source.precision, "fix": fixed}
+        plan = make() if alone else shared_plan(make, source.graph_hash, asked, progress)
         plan.check_runnable()
     with together():
         stored = None if weights is None else _stored(weights, source)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -32,6 +35,8 @@ ONE, INDEX, LOSS = "model.safetensors", "model.safetensors.index.json", "loss.sa
 _TEXT = 2000  # bytes of an error that other ranks receive
 _ENDING, _INDEX_BYTES = ".safetensors", 32 * MIB
 _CONVERT = f"give a folder with {ONE} or {INDEX}; .bin files are pickles, which may run code, and are never read"
+_VALUES = {"F64", "F32", "F16", "BF16"}  # types whose numbers are the weights themselves
+_UNSCALED = "integers and 8-bit types are codes of quantised weights, to be multiplied by scales: write bfloat16 ones"
 SHARD_BYTES = 5 * 10**9  # the default of transformers (max_shard_size, quoted from memory)
 
 
@@ -60,11 +65,18 @@ class Weights(Mapping[str, Stored]):
             tied.setdefault(id(p), []).append(name)
         aliases = {name: names for names in tied.values() for name in names}
         self._found: dict[str, str] = {}
-        for name in (*(n for n, _ in model.named_buffers(remove_duplicate=False)), *aliases):
+        self._left = {*self._file_of}  # keys that the model has no name for
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        tensors = {**buffers, **dict(model.named_parameters(remove_duplicate=False))}
+        self._floating = {name for name, x in tensors.items() if x.is_floating_point()}
+        for name in (*buffers, *aliases):
             for candidate in (name, *aliases.get(name, ())):
                 for key in _keys(candidate, prefix):
                     if key in self._file_of:
                         self._found.setdefault(name, key)
+                        self._left.discard(key)
+        for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ():  # of transformers
+            self._left = {key for key in self._left if not re.search(pattern, key)}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
@@ -82,12 +94,15 @@ class Weights(Mapping[str, Stored]):
         except SafetensorError as error:
             fix = "download the folder again: its index and its files are of two versions"
             raise ModelError(f"holds no tensor {quoted(key)}", where=str(self._path / file), fix=fix) from error
+        if name in self._floating and stored.get_dtype() not in _VALUES:
+            what = f"{quoted(key)} is of type {stored.get_dtype()}, not a floating-point type of 16 bits or more"
+            raise ModelError(what, where=str(self._path / file), fix=_UNSCALED)
         return Stored(
             tuple(stored.get_shape()), lambda slices: stored[slices] if slices else self._open[file].get_tensor(key)
         )
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise ModelError if any of these parameters is missing."""
+        """Raise ModelError if any of these parameters is missing. Rank 0 warns of tensors that the model lacks."""
         if missing := [name for name in names if name not in self]:
             more = [f"and {len(missing) - 8} more"] if len(missing) > 8 else []
             held = ", ".join(sorted(self._file_of)[:3])
@@ -96,6 +111,9 @@ class Weights(Mapping[str, Stored]):
                 where="\n".join([str(self._path), *missing[:8], *more]),
                 fix=f"give the weights of this model; the folder holds {held}, …",
             )
+        if self._left and not (dist.is_initialized() and dist.get_rank()):
+            shown = ", ".join(map(quoted, sorted(self._left)[:8])) + ", …" * (len(self._left) > 8)
+            warnings.warn(f"{self._path}: {len(self._left)} tensors are not in the model: {shown}", stacklevel=5)
 
 
 def _keys(name: str, prefix: str) -> tuple[str, ...]:

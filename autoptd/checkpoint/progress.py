@@ -53,6 +53,7 @@ class TrainingProgress(BaseModel):
     optimizer: _Optimizer
     others: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
+    batch: Annotated[int, Field(ge=1)] | None = None  # samples of a step as planned, with which the step is a place
 
 
 def to_bytes(progress: Mapping[str, Any]) -> bytes:

@@ -72,6 +72,7 @@ class Session:
         self._compare(states)
         progress = {
             "step": step,
+            "batch": self._plan.batch,
             "random": {"seed": trainer.dropout.seed, "step": trainer.dropout.step},
             "optimizer": {"class": described(trainer.optimizer), "groups": groups, "names": names},
             "others": states,
@@ -158,6 +159,11 @@ class Session:
         if self._trainer.finite.scaling is not None and progress.get("loss_scale") is not None:
             self._trainer.finite.scaling.load_state_dict(progress["loss_scale"])
         self._trainer.changing = self._trainer.changing and not optimizer
+        before, now = progress.get("batch"), self._plan.batch
+        if optimizer and before not in (None, now) and progress["step"] and self._trainer.communicators.rank == 0:
+            text = f"it was trained in batches of {before} samples, and this plan's have {now}: step {progress['step']}"
+            fix = f"start a sampler where its samples end, or state batch={before}"
+            warnings.warn(f"{path}: {text} of a sampler is another place in the data; {fix}", stacklevel=5)
         return int(progress["step"])
 
 

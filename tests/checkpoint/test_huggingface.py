@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -125,6 +127,32 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         autoptd.parallelize(model_of("llama"), weights=tmp_path, **ALONE)
     with pytest.raises(ModelError, match="holds no safetensors"):
         autoptd.parallelize(model_of("llama"), weights=tmp_path / "none", **ALONE)
+
+
+def test_tensors_that_the_model_lacks_are_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2, bias=False)
+    save_file({"weight": torch.ones(2, 4), "bias": torch.ones(2)}, tmp_path / ONE)
+    weights = Weights(tmp_path, model)
+    with pytest.warns(UserWarning, match="1 tensors are not in the model: 'bias'"):
+        weights.check(["weight"])
+    model._keys_to_ignore_on_load_unexpected = [r"^bi"]  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Weights(tmp_path, model).check(["weight"])
+        folder_of("gpt2", tmp_path)  # tied
+        Weights(tmp_path, model_of("gpt2")).check(name for name, _ in model_of("gpt2").named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Their codes would be taken for weights."""
+    save_file({"weight": torch.ones(2, 4).to(dtype), "weight_scale": torch.ones(2)}, tmp_path / ONE)
+    with pytest.raises(ModelError, match=r"'weight' is of type .*, not a floating-point type of 16 bits"):
+        Weights(tmp_path, torch.nn.Linear(4, 2, bias=False))["weight"]
+    save_file({"count": torch.ones(2).to(dtype)}, tmp_path / ONE)
+    model = torch.nn.Module()
+    model.register_buffer("count", torch.ones(2, dtype=torch.int64))
+    assert Weights(tmp_path, model)["count"].whole().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("harm", ["index", "file"])

@@ -212,6 +212,23 @@ def test_a_state_that_is_not_restored_is_named(tmp_path: Path) -> None:
         second.load(tmp_path, others={"rates": MultiStepLR(second.optimizer, [1])})
 
 
+def test_another_batch_than_before_is_named(tmp_path: Path) -> None:
+    """A sampler's place in the data is the number of steps of its own batch."""
+    first, again, other = made(), made(), made(batch=2)
+    first.save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load(tmp_path)  # no step was done
+    step(first)
+    first.save(tmp_path)
+    with pytest.warns(UserWarning, match="batches of 4 samples, and this plan's have 2: step 1 of a sampler"):
+        assert other.resume(tmp_path) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load(tmp_path, optimizer=False)
+        again.load(tmp_path)
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_state_that_only_one_rank_has_is_named(own: bool) -> None:
     """Rank 0's is saved, and all ranks would go on with it."""

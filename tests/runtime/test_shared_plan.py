@@ -121,3 +121,36 @@ def test_an_error_of_one_rank_reaches_all(pool: ProcessPool, how: str, odd: int)
     assert all(trained for _, trained in found)
     if how != "another model":  # of rank 0's, all others have another one
         assert all(f"rank {odd} cannot start" in text for rank, (text, _) in enumerate(found) if rank != odd)
+
+
+@pytest.mark.parametrize(
+    "name, first, other",
+    [
+        ("batch", {"batch": 6}, {"batch": 12}),
+        ("fix", {"fix": {"micro": 1}}, {"fix": {"micro": 2}}),
+        ("fix", {}, {"compile": False}),
+        ("precision", {"precision": "fp32"}, {"precision": "bf16"}),
+    ],
+)
+def test_ranks_that_ask_for_other_plans_are_refused(
+    pool: ProcessPool, name: str, first: dict[str, Any], other: dict[str, Any]
+) -> None:
+    found = pool.run(MESH, asked_apart, first, other)
+    assert [kind for kind, _ in found] == ["RuntimeFault", "RuntimeFault", "PlanError"]
+    assert all(f"rank 2 was given another {name} than rank 0" in text for _, text in found)
+
+
+def test_arguments_that_are_equal_in_another_form_are_the_same(pool: ProcessPool) -> None:
+    found = pool.run(MESH, asked_apart, {"fix": {"dp": 3, "micro": 1}}, {"fix": {"micro": 1, "dp": 3}, "batch": 6})
+    assert [kind for kind, _ in found] == ["Parallel"] * 3
+
+
+def asked_apart(c: Communicators, first: dict[str, Any], other: dict[str, Any]) -> tuple[str, str]:
+    """Request a plan, on the last rank by other arguments; return the type of what was made or raised, and its text."""
+    inputs = {"x": torch.zeros(2, WIDTH), "target": torch.zeros(2, WIDTH)}
+    known = {"world": WORLD, "cluster": "local", "batch": 6, "precision": "fp32", "watch": False}
+    try:
+        made = autoptd.parallelize(Small(), inputs=inputs, **known | (other if c.rank == WORLD - 1 else first))
+    except AutoptdError as error:
+        return type(error).__name__, str(error)
+    return type(made).__name__, ""

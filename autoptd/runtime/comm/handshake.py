@@ -16,7 +16,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ops.group import Handle
 from autoptd.runtime.comm.interfaces import Channel, Communicators, all_gather_text
 
-_SHOWN_BYTES = 200  # of each rank's argument in an error
+SHOWN = 200  # characters of each rank's argument in an error
 
 
 def check_same_program(files: Mapping[str, str], communicators: Communicators) -> None:
@@ -32,7 +32,7 @@ def check_same_program(files: Mapping[str, str], communicators: Communicators) -
 def check_same_arguments(arguments: Mapping[str, object], communicators: Communicators) -> None:
     """Compare arguments of all ranks, by name. Collective. Raises PlanError naming the first that differs."""
     for name in differing(arguments, communicators):
-        each = all_gather_text(_text(arguments[name]), communicators.world, communicators.device, _SHOWN_BYTES)
+        each = all_gather_text(text_of(arguments[name]), communicators.world, communicators.device, SHOWN)
         raise PlanError(
             f"the ranks were given different {name}",
             where="\n".join(apart(each)),
@@ -42,7 +42,7 @@ def check_same_arguments(arguments: Mapping[str, object], communicators: Communi
 
 def differing(values: Mapping[str, object], communicators: Communicators) -> list[str]:
     """Return the names of values that are not the same on all ranks, which have the same names. Collective."""
-    texts = (_text(value).encode() for value in values.values())
+    texts = (text_of(value).encode() for value in values.values())
     digests = [int.from_bytes(hashlib.sha256(text).digest()[:6], "big") for text in texts]
     if not digests:
         return []
@@ -60,14 +60,14 @@ def apart(each: Sequence[str]) -> list[str]:
     return [f"{who}{', …' * (len(ranks[text]) > 8)}: {text}" for who, text in named][:4]
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
     """Return a text that is the same in another process; functions and classes by their names."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(value[key])}" for key in sorted(value, key=repr)) + "}"
+        return "{" + ", ".join(f"{key!r}: {text_of(value[key])}" for key in sorted(value, key=repr)) + "}"
     if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(map(_text, value)) + ")"
+        return "(" + ", ".join(map(text_of, value)) + ")"
     if isinstance(value, (set, frozenset)):
-        return _text(sorted(map(_text, value)))
+        return text_of(sorted(map(text_of, value)))
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

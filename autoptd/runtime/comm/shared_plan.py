@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from autoptd import errors
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.plans.model import Plan
 from autoptd.progress import Progress
+from autoptd.runtime.comm.handshake import SHOWN, text_of
 from autoptd.runtime.comm.process_group import default_store
 from autoptd.runtime.comm.processes import start_processes
 
@@ -26,22 +27,29 @@ _FIRST_S, _LONGEST_S = 0.02, 1.0  # between two polls of the store
 _WAIT_S = 1800.0  # for other ranks, whose work is the same
 
 
-def shared_plan(make: Callable[[], Plan], graph_hash: str, progress: Progress) -> Plan:
+def shared_plan(make: Callable[[], Plan], graph_hash: str, asked: Mapping[str, object], progress: Progress) -> Plan:
     """Call `make` on rank 0 of the launcher's processes; return its plan on all ranks.
 
-    `graph_hash`: of this rank's model. If rank 0 raises, all ranks raise: the same AutoptdError, or a RuntimeFault that
-    names the error of rank 0. Raises PlanError on a rank whose model is another than that of rank 0, RuntimeFault on
-    all others.
+    `graph_hash`: of this rank's model. `asked`: arguments of this rank that decide the plan, by name. If rank 0 raises,
+    all ranks raise: the same AutoptdError, or a RuntimeFault that names the error of rank 0. Raises PlanError on a rank
+    whose model or arguments are others than those of rank 0, RuntimeFault on all others.
     """
     start_processes()
     store, rank = default_store(), dist.get_rank()
     key = f"{_KEYS}{store.add(f'{_KEYS}calls of rank {rank}', 1)}"
+    mine: Mapping[str, str] = {name: text_of(value) for name, value in asked.items()}
     if rank == 0:
-        plan = _publish(make, store, key)
+        plan, first = _publish(make, store, key, mine), mine
     else:
         with progress.stage("wait for the plan of rank 0"):
-            plan = _plan_from(_wait_for(store, key, "the plan of rank 0"))
+            plan, first = _plan_from(_wait_for(store, key, "the plan of rank 0"))
     with on_all_ranks():
+        for name in (name for name, text in mine.items() if text != first[name]):
+            raise PlanError(
+                f"rank {rank} was given another {name} than rank 0, whose plan all ranks take",
+                where=f"rank 0: {first[name][:SHOWN]}\nrank {rank}: {mine[name][:SHOWN]}",
+                fix=f"give all ranks the same {name}",
+            )
         if plan.graph_hash != graph_hash:
             raise PlanError(
                 f"rank {rank} has another model than rank 0: traced, {graph_hash} instead of {plan.graph_hash}",
@@ -72,13 +80,13 @@ def on_all_ranks() -> Iterator[None]:
         raise _error_from(failure)
 
 
-def _publish(make: Callable[[], Plan], store: dist.Store, key: str) -> Plan:
+def _publish(make: Callable[[], Plan], store: dist.Store, key: str, asked: Mapping[str, str]) -> Plan:
     try:
         plan = make()
     except BaseException as error:
         store.set(key, json.dumps(_failure_of_planning(error)))
         raise
-    store.set(key, json.dumps({"plan": plan.to_json()}))
+    store.set(key, json.dumps({"plan": plan.to_json(), "asked": asked}))
     return plan
 
 
@@ -111,10 +119,11 @@ def _wait_for(store: dist.Store, key: str, whom: str, limit_s: float = math.inf)
     raise RuntimeFault(f"some ranks were not ready to start in {limit_s / 60:.0f} minutes", where=where, fix=fix)
 
 
-def _plan_from(text: str) -> Plan:
+def _plan_from(text: str) -> tuple[Plan, Mapping[str, str]]:
+    """Return the plan of rank 0 and its arguments as text. Raises the error of rank 0 if it has none."""
     answer = json.loads(text)
     if "plan" in answer:
-        return Plan.from_json(answer["plan"], "the plan of rank 0")
+        return Plan.from_json(answer["plan"], "the plan of rank 0"), answer["asked"]
     raise _error_from(answer)
 
 
