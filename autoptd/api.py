@@ -241,15 +241,15 @@ def parallelize(
             where="world",
             fix=f"start {world} processes in total (torchrun --nproc-per-node …), or pass world={running}",
         )
-    check_clip(clip_norm)
-    Finite(non_finite, None)  # raises PlanError for an unknown value
-    limits = None if watch is False else Timeouts.of({} if watch is True else watch)
     if optimizer is None:
         optimizer = "adamw" if plan is None else planned_optimizer(plan)
-    chosen = optimizer_name(optimizer, optimizer_options)
     fixed = {**({} if compile is None else {"kernels": "compiled" if compile else "eager"}), **(fix or {})}
-    constraints, together = read_constraints(fixed), (nullcontext if alone else on_all_ranks)
+    together = nullcontext if alone else on_all_ranks
     with together():
+        check_clip(clip_norm)
+        Finite(non_finite, None)  # raises PlanError for an unknown value
+        limits = None if watch is False else Timeouts.of({} if watch is True else watch)
+        chosen, constraints = optimizer_name(optimizer, optimizer_options), read_constraints(fixed)
         if plan is None:
             source = _traced(model, inputs, loss, targets, seq, precision, progress, loss_averaging)
             source = source.for_batch(samples_of(batch, world))

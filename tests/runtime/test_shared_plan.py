@@ -99,6 +99,8 @@ def apart(c: Communicators, how: str, odd: int) -> tuple[str, bool]:
         model.forward = lambda x, target: 1 / 0  # type: ignore[method-assign,assignment]
     if c.rank == odd and how == "no such group":
         others["parameter_groups"] = [{"names": ["*decoder*"], "lr": 0.1}]
+    if c.rank == odd and how == "no such constraint":
+        others["fix"] = {"mikro": 1}
     try:
         autoptd.parallelize(model, inputs=inputs, **others)
         text = "none"
@@ -109,7 +111,12 @@ def apart(c: Communicators, how: str, odd: int) -> tuple[str, bool]:
     return text, float(made.train_step(share)) > 0
 
 
-SAID = {"another model": "has another model than rank 0", "no trace": "division by zero", "no such group": "decoder"}
+SAID = {
+    "another model": "has another model than rank 0",
+    "no trace": "division by zero",
+    "no such group": "decoder",
+    "no such constraint": "mikro",
+}
 
 
 @pytest.mark.parametrize("odd", [0, 2])
