@@ -365,7 +365,7 @@ def unsqueezed_beside_columns(self: nn.Module, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("body", [turned_beside_a_row, unsqueezed_beside_columns])
 def test_earlier_views_keep_their_shape(body: Body) -> None:
-    """Of a tensor that `t_` and `unsqueeze_` give another shape, which write no numbers."""
+    """Keep views of a tensor that `t_` and `unsqueeze_` give another shape, which write no numbers."""
     assert_unchanged(model_of(body).double(), batch())
 
 
