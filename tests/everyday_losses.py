@@ -210,6 +210,8 @@ FUNCTIONS: dict[str, Loss] = {
     "log_mean_exp": lambda z, y, m: z.exp().mean().log(),
     "norm": lambda z, y, m: z.norm(),
     "norm_3": lambda z, y, m: torch.linalg.vector_norm(z, 3),
+    "norm_of_zeros": lambda z, y, m: flat_ce(z, y) + (0 * z).norm() + torch.linalg.vector_norm(0 * z, 3),
+    "deviation_of_equals": lambda z, y, m: flat_ce(z, y) + (0 * z).std() + (0 * z + 1).std((0, 1)).sum(),
     "norm_per_class": lambda z, y, m: torch.linalg.vector_norm(z, dim=(0, 1)).sum(),
     "dice": lambda z, y, m: 1 - (2 * (z[..., 0].sigmoid() * m).sum() + 1) / (z[..., 0].sigmoid().sum() + m.sum() + 1),
     "dice_per_class": lambda z, y, m: (

@@ -310,7 +310,8 @@ class _StepState:
         self.outputs[i, chunk] = made
         if not stage.is_last:
             self._check_outputs(i, chunk)
-            self.edges[i, chunk] = [get_gradient_edge(x) if x.requires_grad else None for x in made]
+            if self.training:  # under no_grad a view of a parameter says that it requires a gradient, but has no edge
+                self.edges[i, chunk] = [get_gradient_edge(x) if x.requires_grad else None for x in made]
         elif i < self.counted:
             self.loss.add(made[0].detach(), self.first[i])
         if own is not None:

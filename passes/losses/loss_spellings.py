@@ -85,6 +85,14 @@ class _SumWriter:
             return self.op(aten.sum.default, (x,), (), info(x).dtype)
         return self.op(aten.sum.dim_IntList, (x, gone, keep), info(self.node).shape, info(x).dtype)
 
+    def root(self, x: fx.Node, power: float) -> fx.Node:
+        """Write `x ** power` for a power below 1, 0 where `x` is not positive, with a gradient of 0 there as norms and
+        standard deviations of torch have."""
+        none = self.op(aten.le.Scalar, (x, 0), info(x).shape, torch.bool)
+        safe = self.op(aten.masked_fill.Scalar, (x, none, 1), info(x).shape, info(x).dtype)
+        found = self.same(aten.sqrt.default, safe) if power == 0.5 else self.same(aten.pow.Tensor_Scalar, safe, power)
+        return self.op(aten.masked_fill.Scalar, (found, none, 0), info(x).shape, info(x).dtype)
+
     def count(self, size: Size) -> fx.Node:
         return self.op(ops.element_count, (size,), (), torch.float64)
 
@@ -131,11 +139,12 @@ def _norm(w: _SumWriter) -> fx.Node | None:
     x = w.to(w.node.all_input_nodes[0], info(w.node).dtype)
     if order == 2:
         total = w.sum(w.same(aten.square.default, x))
-        return w.same(aten.sqrt.default, total)
+        return w.root(total, 0.5)
     size = w.same(aten.abs.default, x)
     if order == 1:
         return w.sum(size)
-    return w.same(aten.pow.Tensor_Scalar, w.sum(w.same(aten.pow.Tensor_Scalar, size, order)), 1 / order)
+    total = w.sum(w.same(aten.pow.Tensor_Scalar, size, order))
+    return w.root(total, 1 / order) if order > 1 else w.same(aten.pow.Tensor_Scalar, total, 1 / order)
 
 
 def _variance(w: _SumWriter) -> fx.Node:
@@ -153,13 +162,13 @@ def _variance(w: _SumWriter) -> fx.Node:
     free = w.op(aten.sub.Tensor, (count, correction), (), torch.float64) if correction else count
     found = w.over(spread, free)
     if "std" in name:
-        found = w.same(aten.sqrt.default, found)
+        found = w.root(found, 0.5)
     return w.to(found, info(w.node).dtype)
 
 
 def _log_sum_exp(w: _SumWriter) -> fx.Node:
-    x = w.node.all_input_nodes[0]
-    return w.same(aten.log.default, w.sum(w.same(aten.exp.default, x)))
+    x = w.to(w.node.all_input_nodes[0], torch.float64)  # exp(100) and exp(-100) are no normal numbers in float32
+    return w.to(w.same(aten.log.default, w.sum(w.same(aten.exp.default, x))), info(w.node).dtype)
 
 
 def _elementwise(index: int, rows: bool = False) -> Callable[[_SumWriter], fx.Node | None]:

@@ -57,6 +57,19 @@ def refuse_writes_to_out(graph: fx.Graph) -> None:
             )
 
 
+def refuse_given_memory(graph: fx.Graph) -> None:
+    """Raise UnsupportedOp for `y.set_(x)`, which gives y the memory of x: torch's schema does not say that a write to
+    one is a write to both.
+    """
+    for node in _writes(graph):
+        if node.target.overloadpacket in (aten.set_, aten.set_data):  # type: ignore[union-attr]
+            raise UnsupportedOp(
+                f"{node.target} lets a tensor share the memory of another one",
+                where=source_line(node),
+                fix="assign the tensor, y = x, or a view of it",
+            )
+
+
 def refuse_lost_tangents(graph: fx.Graph) -> None:
     """Raise UnsupportedOp for an op of forward-mode differentiation that would lose the tangent, as if it were zero.
 
@@ -141,9 +154,19 @@ def _result_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def functional_form(target: Any) -> torch._ops.OpOverload | None:
-    """Return `relu` for `relu_`, if there is one."""
+    """Return `relu` for `relu_`, and `__or__` for `__ior__`, if there is one."""
     if target in FUNCTIONAL:
         return FUNCTIONAL[target]  # type: ignore[no-any-return]
-    packet = getattr(torch.ops.aten, target._schema.name.split("::")[1].removesuffix("_"), None)
-    name = target._overloadname
-    return getattr(packet, name, None) if packet is not None and name in packet.overloads() else None
+    name = target._schema.name.split("::")[1]
+    name = name.replace("__i", "__", 1) if name.endswith("__") else name.removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
+    names = packet.overloads() if packet is not None else []
+    for overload in sorted(names, key=lambda n: n != target._overloadname):
+        found = getattr(packet, overload)  # `floor_divide.default` for `floor_divide_.Tensor`
+        if _argument_types(found) == _argument_types(target):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def _argument_types(op: torch._ops.OpOverload) -> list[str]:
+    return [str(argument.type) for argument in op._schema.arguments]

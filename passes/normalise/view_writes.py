@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -91,6 +92,27 @@ def write_to_operands(graph: fx.Graph) -> None:
             operand = returned_operand(node)
             if operand is not None and not is_view(node):
                 node.replace_all_uses_with(operand)
+
+
+def reshape_functionally(graph: fx.Graph) -> None:
+    """Put a view in place of a tensor that `unsqueeze_`, `t_` and the like give another shape.
+
+    They write no numbers: what reads the tensor later reads the view, and earlier views of it keep their shapes.
+    """
+    names: dict[fx.Node, fx.Node] = {}  # result of a write -> the tensor that it is
+    for node in list(graph.nodes):
+        if not is_write(node):
+            continue
+        tensor = names.get(node.args[0], node.args[0])
+        form = functional_form(node.target) if torch.Tag.inplace_view in node.target.tags else None
+        if form is None or tensor.op == "placeholder" or node.target is aten.detach_.default:
+            names[node] = tensor
+            continue
+        before, after = takewhile(lambda n, node=node: n is not node, graph.nodes), set(graph.nodes)  # type: ignore[misc]
+        after -= {node, *before}
+        node.target = form
+        for same in [tensor, *(n for n, named in names.items() if named is tensor)]:
+            same.replace_all_uses_with(node, lambda user, after=after: user in after)  # type: ignore[misc]
 
 
 def copy_detached(graph: fx.Graph) -> None:

@@ -33,12 +33,13 @@ from autoptd.passes.loops.empty_masks import Key, RowTurns
 from autoptd.passes.loops.sample_loops import KnownInputs, equal_rows, reading
 from autoptd.passes.loops.sizes_read import Branches, recorded_branches
 from autoptd.passes.loops.turn_parameters import count_rows, parameters_of_turns, trained_without_turns
-from autoptd.passes.normalise.functionalize import refuse_lost_tangents, refuse_writes_to_out
+from autoptd.passes.normalise.functionalize import refuse_given_memory, refuse_lost_tangents, refuse_writes_to_out
 from autoptd.passes.normalise.inline_regions import inline_regions
 from autoptd.passes.normalise.input_types import inputs_to_cast, mixes_types
 from autoptd.passes.normalise.view_writes import (
     copy_written_inputs,
     refuse_writes_to_state,
+    reshape_functionally,
     to_decompose,
     write_functionally,
     write_to_operands,
@@ -313,6 +314,8 @@ class _Exporter:
 
     def functional(self, program: torch.export.ExportedProgram, *, repeats: bool) -> torch.export.ExportedProgram:
         """Return a program without writes in place, of views or of torch.func's transforms traced once more."""
+        refuse_given_memory(program.graph)
+        reshape_functionally(program.graph)
         write_to_operands(program.graph)
         given = dict(zip(map(str, program.graph_signature.user_inputs), self.specs, strict=True))
         self.written.update(given[arg] for arg in copy_written_inputs(program.graph, given))

@@ -59,6 +59,33 @@ def test_as_on_one_process(name: str) -> None:
     assert not any(word in note for note in parallel.plan.notes for word in ("differ", "averaged"))
 
 
+def test_a_log_of_exponentials_too_small_for_float32() -> None:
+    """exp(-98) has two digits there, and the gradient of the log of a sum of such is infinite."""
+    model, batch = model_of(lambda z, y, m: (z.flatten().float() - 98).logsumexp(0)), ragged()
+    assert off(made(model, batch), model, batch) < 1e-5
+
+
+class Queries(nn.Module):
+    """Learned queries that a pipeline stage sends as they are, a view of a parameter, and a loss that needs sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.linspace(-1, 1, 8))
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries.expand(len(x), 8)
+        return self.second(self.first(x)).square().mean() + queries.square().mean().sqrt()
+
+
+def test_a_stage_that_sends_a_view_of_a_parameter() -> None:
+    torch.manual_seed(0)
+    model, batch = Queries(), {"x": torch.randn(6, 8).double()}
+    parallel = made(model, batch, fix={"dp": 1, "pp": 2})
+    assert off(parallel, model, batch) <= TOLERANCE
+
+
 class Deep(Model):
     """Losses behind layers that can be cut into pipeline stages, with a term from an early layer."""
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import autoptd
 from autoptd.errors import UnsupportedOp
+from autoptd.passes.normalise.functionalize import functional_form
 from tests.passes import interpret
 from tests.passes.interpret import assert_same, assert_unchanged, in_microbatches, names_of, normalised
 from tests.passes.normalise import test_normalise
 from tests.passes.normalise.test_normalise import WIDTH, batch, model_of
 
+aten = torch.ops.aten
 Body = Callable[[nn.Module, Tensor], Tensor]
 HALF = WIDTH // 2
 
@@ -328,3 +332,74 @@ def test_several_results_passed_as_out_are_refused() -> None:
     with pytest.raises(UnsupportedOp, match="passed as out=") as caught:
         normalised(model_of(several).double(), batch())
     assert caught.value.where and "returned tensor" in caught.value.fix
+
+
+def of_given_memory(self: nn.Module, h: Tensor) -> Tensor:
+    h = h.detach()
+    torch.empty(0, dtype=h.dtype).set_(h).add_(1)
+    return self.second(h)
+
+
+def test_a_tensor_that_is_given_the_memory_of_another_is_refused() -> None:
+    """A write to one is a write to both, which torch's schema does not say."""
+    with pytest.raises(UnsupportedOp, match="share the memory of another") as caught:
+        normalised(model_of(of_given_memory).double(), batch())
+    assert caught.value.where and "y = x" in caught.value.fix
+
+
+def turned_beside_a_row(self: nn.Module, h: Tensor) -> Tensor:
+    weight = self.second.weight * 1
+    row = weight[0]
+    weight.t_()
+    weight[0] = 0
+    return h @ weight + row.sum()
+
+
+def unsqueezed_beside_columns(self: nn.Module, h: Tensor) -> Tensor:
+    h = h * 1
+    columns = h[..., :2]
+    h.unsqueeze_(1)
+    columns.mul_(3)
+    return self.second(h.squeeze(1))
+
+
+@pytest.mark.parametrize("body", [turned_beside_a_row, unsqueezed_beside_columns])
+def test_earlier_views_keep_their_shape(body: Body) -> None:
+    """Keep views of a tensor that `t_` and `unsqueeze_` give another shape, which write no numbers."""
+    assert_unchanged(model_of(body).double(), batch())
+
+
+@pytest.mark.parametrize(
+    ("written", "functional"),
+    [
+        (aten.__ior__.Tensor, aten.__or__.Tensor),
+        (aten.floor_divide_.Tensor, aten.floor_divide.default),
+        (aten.pow_.Scalar, aten.pow.Tensor_Scalar),
+        (aten.polygamma_.default, None),
+        (aten.add_.Tensor, aten.add.Tensor),
+    ],
+)
+def test_a_functional_form_takes_the_same_arguments(written: Any, functional: Any) -> None:
+    assert functional_form(written) is functional
+
+
+class Counter(nn.Module):
+    """Buffers written by operators whose ops torch names in other ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        self.register_buffer("seen", torch.zeros(WIDTH, dtype=torch.bool))
+        self.register_buffer("count", torch.full((), 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen |= (x.detach() > 0).sum(0) > 1
+        self.count //= 3
+        return self.layer(x).square().mean()
+
+
+def test_buffers_written_by_operators() -> None:
+    x = torch.ones(4, WIDTH)
+    par = autoptd.parallelize(Counter(), world=1, inputs={"x": x[:2]}, batch=4, precision="fp32", cluster="dgx-h100")
+    par.train_step({"x": x})
+    assert bool(par.state_dict()["seen"].all()) and int(par.state_dict()["count"]) == 3
