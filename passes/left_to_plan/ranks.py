@@ -2,7 +2,8 @@
 
     if dist.is_initialized():     is false, also on ranks that run
         x = gathered(x)           is not traced
-    dist.get_world_size()         an error, as in one process
+
+Whoever asks for a rank or the number of ranks without that gets the error of one process.
 """
 
 from __future__ import annotations
