@@ -170,7 +170,7 @@ def _one_stage(patch: pytest.MonkeyPatch) -> None:
 
 def _forgotten(patch: pytest.MonkeyPatch) -> None:
     whole = Trainer.state_dict
-    patch.setattr(Trainer, "state_dict", lambda self: {n: x for n, x in whole(self).items() if "bias" not in n})
+    patch.setattr(Trainer, "state_dict", lambda *args: {n: x for n, x in whole(*args).items() if "bias" not in n})
 
 
 _OWN_SUMS = _updates(lambda sums, whole: sums.own)
