@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,12 @@ def drop_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not writes_unread(node):
             graph.erase_node(node)
+
+
+def made_since(graph: fx.Graph) -> Callable[[], list[fx.Node]]:
+    """Return a function that lists the nodes that a tracer adds after this call, newest first."""
+    last = next(iter(reversed(graph.nodes)), None)
+    return lambda: list(takewhile(lambda node: node is not last, reversed(graph.nodes)))
 
 
 def is_getitem(node: fx.Node) -> bool:

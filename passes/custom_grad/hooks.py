@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import takewhile
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoptd.errors import UnsupportedOp
 from autoptd.passes.custom_grad.ops import described
-from autoptd.passes.graph import ancestors
+from autoptd.passes.graph import ancestors, made_since
 
 _MODULE = {
     "_backward_hooks": "a backward hook",
@@ -125,7 +124,7 @@ class ForwardHooks:
         if place not in self._places.setdefault(code, []):
             self._places[code].append(place)
         marked = tree_map_only(Tensor, partial(_marked, tracer, code), args)
-        before, last = _attributes(module), next(iter(reversed(tracer.graph.nodes)), None)
+        before, made_within = _attributes(module), made_since(tracer.graph)
         with _RequiresGradCalls() as calls:
             result = hook(module, *marked)
         for x, mark in zip(tree_leaves(args), tree_leaves(marked), strict=True):
@@ -133,7 +132,7 @@ class ForwardHooks:
                 x.requires_grad_()
         if result is marked[-1]:
             result = None
-        made = list(takewhile(lambda node: node is not last, reversed(tracer.graph.nodes)))
+        made = made_within()
         for node in made:
             node.meta[MADE_BY] = code
         # transformers registers a hook that calls requires_grad_ on embeddings, for gradient checkpointing

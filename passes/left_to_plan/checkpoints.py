@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +19,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from autoptd.errors import UnsupportedOp
-from autoptd.passes.graph import module_path, writes_unread
+from autoptd.passes.graph import made_since, module_path, writes_unread
 from autoptd.passes.normalise.view_writes import is_write, written_views
 
 
@@ -58,15 +57,13 @@ def plain_checkpoints(root: nn.Module) -> Iterator[None]:
 def _run_once(root: nn.Module) -> Iterator[None]:
     """Refuse what changes buffers within."""
     mode: Any = get_proxy_mode()
-    graph: fx.Graph | None = None if mode is None else mode.tracer.graph
-    last = None if graph is None else next(iter(reversed(graph.nodes)), None)
+    made_within = made_since(mode.tracer.graph) if mode is not None else list
     before = dict(root.named_buffers())
     yield
     if not torch.is_grad_enabled():
         return  # and no second run
     assigned = [name for name, x in root.named_buffers() if before.get(name) is not x]
-    made = () if graph is None else takewhile(lambda node: node is not last, reversed(graph.nodes))
-    for node in (n for n in made if n.op == "call_function" and _updates(n)):
+    for node in (n for n in made_within() if n.op == "call_function" and _updates(n)):
         raise _repeated(module_path(node))
     if assigned:
         raise _repeated(assigned[0].removeprefix("model.").rpartition(".")[0])
