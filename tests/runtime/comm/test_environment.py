@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.runtime.comm.test_listening import free_port
 
 ROOT = Path(__file__).parents[3]
 CONNECT = """
@@ -22,12 +23,6 @@ except RuntimeFault as fault:
 """
 
 
-def _free_port() -> str:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return str(held.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -39,7 +34,7 @@ def _free_port() -> str:
     ids=["no address", "no port", "no rank", "alone"],
 )
 def test_it_is_named_with_a_way_out(changed: dict[str, str | None], said: str) -> None:
-    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), **changed}
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **changed}
     env = {key: value for key, value in {**os.environ, "PYTHONPATH": str(ROOT), **whole}.items() if value is not None}
     found = subprocess.run([sys.executable, "-c", CONNECT], env=env, capture_output=True, text=True, timeout=120)
     assert said in found.stdout, found.stderr
