@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
 
 from autoptd.errors import TraceError
 from autoptd.layout.sample_rows import PLAIN, SHARED, Rows
@@ -138,6 +138,22 @@ def changed_state(program: torch.export.ExportedProgram, inputs: list[str]) -> d
     held = {arg: name.removeprefix("model.") for arg, name in signature.inputs_to_parameters.items() if name in changed}
     given = zip(map(str, signature.user_inputs), inputs, strict=True)
     return held | {arg: name for arg, name in given if arg in changed}
+
+
+def merge_buffers(program: torch.export.ExportedProgram, names: Mapping[str, str]) -> None:
+    """Make one placeholder of the buffers with one of `names`: torch decomposes no write to one of several."""
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    first: dict[str, InputSpec] = {}
+    for spec in list(program.graph_signature.input_specs):
+        of, _, path = str(spec.target).partition(".")
+        if spec.kind is not InputKind.BUFFER or of != "model":
+            continue
+        if (kept := first.setdefault(names[path], spec)) is not spec:
+            node = placeholders[spec.arg.name]
+            node.replace_all_uses_with(placeholders[kept.arg.name])
+            program.graph.erase_node(node)
+            program.graph_signature.input_specs.remove(spec)
+            program.state_dict.pop(str(spec.target), None)
 
 
 def name_new_buffers(program: torch.export.ExportedProgram) -> None:

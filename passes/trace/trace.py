@@ -46,7 +46,7 @@ from autoptd.passes.normalise.view_writes import (
 )
 from autoptd.passes.random.skipped_layers import Skips, select_layers
 from autoptd.passes.random.tracing import random_code
-from autoptd.passes.trace.collect import changed_state, collect, name_new_buffers
+from autoptd.passes.trace.collect import changed_state, collect, merge_buffers, name_new_buffers
 from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, with_loss_shapes, without_shape_cache
 from autoptd.passes.trace.lean_export import lean_export, silent_export
@@ -327,6 +327,7 @@ class _Exporter:
             return program
         written = program.graph
         refuse_writes_to_out(written)
+        merge_buffers(program, canonical_names(self.model))
         with silent_export(), with_loss_shapes():
             try:
                 program = program.run_decompositions({})
@@ -341,7 +342,7 @@ class _Exporter:
         mode = fake_cpu() if device == "cpu" else nullcontext()
         with copying():
             model = prepare_norms(without_caches(skeleton(self.model, self.precision, device, mode)))
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = {id(p): name for whole in (self.model, model) for name, p in whole.named_parameters()}
         reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
         objective = self.objective.in_precision(PRECISIONS[self.precision])
         root = Loss(model, objective, names, self.casts, self.rows, reads)

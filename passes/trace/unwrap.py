@@ -213,13 +213,13 @@ def refuse_unsuitable(model: nn.Module) -> None:
 
 
 class UnregisteredTensor(InputsError):
-    """A trainable tensor is used that no module registers, maybe of a module that forward makes."""
+    """A trainable tensor is not read from a module that registers it, maybe since forward makes the module."""
 
 
 class RefuseUnregistered(TorchFunctionMode):
     """Mode that raises InputsError if torch is called with a trainable tensor that `model` does not register.
 
-    `names`: names of the user's parameters, which `model` has copies of, by id.
+    `names`: names of parameters by id: those of the user's model, and of the copy that is traced.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
@@ -238,17 +238,18 @@ class RefuseUnregistered(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _refuse(self, x: Tensor) -> None:
-        if name := self.names.get(id(x)):
-            raise InputsError(
-                f"the parameter {name} is not read from the model that is traced, and would become a constant",
-                where=name,
-                fix="read it as an attribute of the module in forward; a loss takes it from the outputs, or is a "
-                "method of the model",
+        if not (name := self.names.get(id(x))):
+            raise UnregisteredTensor(
+                f"a trainable tensor {list(x.shape)} is used that no module registers, so that no optimizer would "
+                "train it",
+                fix="make it an nn.Parameter of the model or of a loss that is an nn.Module, store layers in an "
+                "nn.ModuleList; or detach() it if it is a constant",
             )
         raise UnregisteredTensor(
-            f"a trainable tensor {list(x.shape)} is used that no module registers, so that no optimizer would train it",
-            fix="make it an nn.Parameter of the model or of a loss that is an nn.Module, store layers in an "
-            "nn.ModuleList; or detach() it if it is a constant",
+            f"the parameter {name} is not read from its module, but from a list, a closure or the like, and would "
+            "become a constant",
+            fix="read it as an attribute of the module in forward; a loss takes it from the outputs, or is a "
+            "method of the model",
         )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.runtime import torch_compile
+from tests.fuzz import habits
 from tests.fuzz.pieces import EXPERTS, PICTURES, TOKENS, Family, Piece
 from tests.fuzz.programs import compared, counted, options, tabulated
 from tests.parity.parity_check import bulk
@@ -40,7 +41,7 @@ from torch import nn
 
 W, H, D, V, E, s, p = {_WIDTH}, 4, {_WIDTH // 4}, {_VOCAB}, 4, {_SEQ}, {_SIDE}
 eye = torch.eye(s, dtype=torch.bool)
-"""
+{habits.HEAD}"""
 
 
 @dataclass
@@ -76,7 +77,7 @@ def _indented(lines: Sequence[str]) -> str:
 def _block(rng: random.Random, family: Family, name: str) -> str:
     body = _Body(rng, ["early", "x"], "self.i", ["self.i = i"], [family.sizes])
     for number in range(rng.randint(1, 4)):
-        body.add(rng.choices([family.mixers, family.norms, family.edges], [5, 2, 3])[0], number)
+        body.add(rng.choices([family.mixers, family.norms, family.edges, habits.HABITS], [5, 2, 3, 2])[0], number)
     out = body.pool[-1]
     how = rng.random()
     returned = f"{out} + x" if how < 0.3 else f"({out}).tanh()" if how < 0.5 else out

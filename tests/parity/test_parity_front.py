@@ -281,7 +281,8 @@ def test_refused(name: str) -> None:
 def test_a_parameter_read_from_outside_is_refused() -> None:
     model = Plain()
     error = refusal(lambda out: out.mean() + model.last.weight.square().sum(), model=model)
-    assert error.where == "last.weight" and "is a method of the model" in error.fix
+    assert error.where.startswith("loss (test_parity_front.py:") and "model.last.weight.square()" in error.where
+    assert "the parameter last.weight is not read" in error.what and "is a method of the model" in error.fix
 
 
 def test_torchs_losses_take_tensors() -> None:

@@ -317,25 +317,33 @@ def test_buffers_that_share_memory_are_refused() -> None:
 
 
 class HeldTwice(nn.Module):
-    """A norm under two names, one of which is called, and a buffer that is read by its other name."""
+    """A norm under two names, one of which is called, and a buffer that is read by its other name.
 
-    def __init__(self) -> None:
+    writes: whether forward writes to a view, so that the trace is decomposed.
+    """
+
+    def __init__(self, writes: bool) -> None:
         super().__init__()
+        self.writes = writes
         self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), self.norm, nn.Sequential(self.norm, self.head))
         self.register_buffer("seen", torch.zeros(WIDTH))
         self.head.register_buffer("also", self.seen)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            x = x * 1.0
+            x.view(x.shape[0], -1)[:, 0] = 0
         h = self.layer(x) + self.head.also
         with torch.no_grad():
             self.seen.mul_(0.9).add_(h.mean(0))
         return (h * self.head.also).square().mean()
 
 
-def test_a_module_and_a_buffer_under_two_names() -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_module_and_a_buffer_under_two_names(writes: bool) -> None:
     torch.manual_seed(0)
-    model, batch = HeldTwice().double(), {"x": torch.randn(8, WIDTH).double()}
+    model, batch = HeldTwice(writes).double(), {"x": torch.randn(8, WIDTH).double()}
     parallel = autoptd.parallelize(
         copy.deepcopy(model), world=4, cluster="local", inputs=batch, precision="fp64", batch=8, optimizer="sgd",
         optimizer_options={"lr": 0.05}, fix={"pp": 2, "dp": 2, "micro": 4},
