@@ -80,7 +80,7 @@ _WRITES = [
     Piece("", "h = {x}.clone()\nh[h > 1] = 1.0\n{o} = h + 0.1 * {y}"),
     Piece("", "h = {x}.clone()\nh.index_copy_(1, torch.tensor([0, 2]), {y}[:, :2])\n{o} = h"),
     Piece("", "kept = [{x}, {y}]\nkept[0] = kept[0] + kept.pop()\n{o} = torch.stack(kept + [{x}]).sum(0) * 0.5"),
-    Piece("", "h = {x}.clone()\nv = h.transpose(1, 2)[:, 0]\nv.zero_()\nh.add_({y})\n{o} = h + v.mean(-1).view(b, *[1] * (h.dim() - 1))"),
+    Piece("", "h = {x}.clone()\nv = h.transpose(1, 2)[:, 0]\nv.zero_()\nh.add_({y})\n{o} = h + v.reshape(b, -1).mean(-1).view(b, *[1] * (h.dim() - 1))"),
 ]  # fmt: skip
 _HOOKS = [
     Piece("", "h = {x} * 1.0\nif h.requires_grad:\n    h.register_hook(lambda grad: grad * 0.5)\n{o} = h + {y}"),
