@@ -74,6 +74,9 @@ def restore(
     if left and optimizer and trainer.communicators.rank == 0:
         shown = brief(", ".join(map(ascii, left)))
         warnings.warn(f"{where}: the saved state of {shown} is not restored: give others=", stacklevel=5)
+    if optimizer and trainer.communicators.rank == 0 and (names := _stepped(known) - _required(trainer, ()).keys()):
+        shown = brief(", ".join(sorted(names)))
+        warnings.warn(f"{where}: the optimizer's state of {shown} is not restored: frozen now", stacklevel=5)
     if optimizer:
         _fill_optimizer(trainer, states, made, progress["optimizer"]["groups"])
     trainer.take_pieces()
@@ -139,6 +142,12 @@ def _check_shapes(where: Path, required: Mapping[str, tuple[int, ...]], known: I
         lines = [str(where), *wrong[:_SHOWN], *more]
         fix = "load it with the model that it was saved from"
         raise CheckpointError("the checkpoint is of another model", where="\n".join(lines), fix=fix)
+
+
+def _stepped(known: Index) -> set[str]:
+    """Return the parameters whose optimizer state a checkpoint holds."""
+    keys = (key.partition(".") for key in known)
+    return {rest.rpartition(".")[0] for kind, _, rest in keys if kind in (MOMENTS, COUNTS, NUMBERS)}
 
 
 def _check_moments(where: Path, known: Index, trainer: Trainer) -> None:

@@ -38,9 +38,9 @@ def source(sizes: GPTSizes, precision: str) -> autoptd.TracedModel:
     return autoptd.trace(NanoGPT(sizes), seq=8, precision=precision)
 
 
-def made(sizes: GPTSizes = SIZES, precision: str = "fp32", **options: Any) -> Parallel:
+def made(sizes: GPTSizes = SIZES, precision: str = "fp32", traced: Any = None, **options: Any) -> Parallel:
     given = {"world": 1, "batch": 4, "cluster": "local", "clip_norm": 1.0}
-    return autoptd.parallelize(source(sizes, precision), **{**given, **options})
+    return autoptd.parallelize(traced or source(sizes, precision), **{**given, **options})
 
 
 def step(parallel: Parallel) -> Tensor:
@@ -210,6 +210,20 @@ def test_a_state_that_is_not_restored_is_named(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         second.load(tmp_path, optimizer=False)
         second.load(tmp_path, others={"rates": MultiStepLR(second.optimizer, [1])})
+
+
+def test_the_state_of_parameters_that_are_frozen_now_is_named(tmp_path: Path) -> None:
+    first = made()
+    step(first)
+    first.save(tmp_path)
+    model = NanoGPT(SIZES)
+    frozen = [name for name, p in model.named_parameters() if "down" in name and p.requires_grad_(False) is p]
+    second = made(traced=autoptd.trace(model, seq=8, precision="fp32"))
+    with pytest.warns(UserWarning, match=rf"the optimizer's state of {frozen[0]}.*is not restored: frozen now"):
+        second.load(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.load(tmp_path, optimizer=False)
 
 
 def test_another_batch_than_before_is_named(tmp_path: Path) -> None:
