@@ -30,10 +30,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import autoptd
+from autoptd.checkpoint.huggingface import ONE
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import AutoptdError
 from autoptd.layout.mesh import Mesh
@@ -92,6 +94,7 @@ class Training:
     samples: tuple[int, ...] = (SAMPLES, SAMPLES)  # of each step
     saved: int = 0  # steps before the checkpoint; 0: none
     evaluated: bool = False
+    exported: bool = False  # whether the state is compared as it is exported
 
     def __str__(self) -> str:
         shown = {n: x for n, x in vars(self).items() if n not in ("text", "loss")}
@@ -127,7 +130,7 @@ def draw(rng: random.Random, family: Family = TOKENS) -> Training:
     if rng.random() < 0.4:
         made.saved = rng.randint(1, len(made.samples) - 1)
         made.fixes.append(random_fix(rng, text, family))
-    made.evaluated = rng.random() < 0.4
+    made.evaluated, made.exported = rng.random() < 0.4, rng.random() < 0.3
     return made
 
 
@@ -220,6 +223,8 @@ def in_one_process(made: Training, model: nn.Module, batches: Sequence[Any], hid
                     ended.evaluated += [float(found.mean()), float((found * torch.arange(len(found))).sum())]
             model.train()
     ended.state = on_host(model.state_dict())
+    if made.exported:
+        ended.state |= {f"{name} as exported": x for name, x in model.state_dict().items()}
     return ended
 
 
@@ -278,6 +283,10 @@ def in_parts(made: Training, par: autoptd.Parallel, batches: Sequence[Any], fold
                     ended.evaluated.append(float((found * torch.arange(len(found))).sum()))
         mine.save(folder, others=others)
         ended.state = on_host(mine.state_dict())
+        if made.exported:
+            mine.export_weights(out := folder / f"weights-{steps.stop}")
+            if mine.rank == 0:
+                ended.state |= {f"{name} as exported": x for name, x in load_file(out / ONE).items()}
         return ended
 
     return _on_forks(par.layout.mesh, body)
