@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from torch import fx
 
+from autoptd.errors import UnsupportedOp
 from autoptd.passes.custom_grad.ops import OwnFunction
-from autoptd.passes.graph import infos, is_float, is_getitem, op_name, operands
+from autoptd.passes.graph import infos, is_float, is_getitem, op_name, operands, source_line
 from autoptd.passes.losses.loss_form import loss_node
 from autoptd.passes.opcall import TensorInfo
 from autoptd.passes.random.distributions import DISTRIBUTIONS, OF_OPERAND
 from autoptd.passes.trace.traced import Traced
+from autoptd.text import fold_names
 
 
 def annotate(graph: fx.Graph, traced: Traced) -> None:
@@ -36,14 +38,48 @@ def forget_unreached(graph: fx.Graph, traced: Traced) -> None:
     Parameters that are read before such a tensor have no gradient in one process. A stage that sends it must not be
     sent zeros for it, which would be one.
     """
-    loss = loss_node(graph)
-    reached = {loss} if any(t.requires_grad for t in infos(loss)) else set(graph.nodes)  # metrics have none
-    for node in reversed(graph.nodes):
-        if any(user in reached and user.op != "output" and _has_gradient(user) for user in node.users):
-            reached.add(node)
+    reached = _reached(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node not in reached:
             node.meta["info"] = _with_grad(node.meta["info"], False)
+
+
+def note_trained(graph: fx.Graph, traced: Traced) -> None:
+    """Note, for `refuse_untrained`, a reader of each parameter to which a gradient flows from the loss."""
+    for node in _reached(graph):
+        if node.op == "placeholder" and _has_gradient(node):
+            node.meta[_TRAINED] = next(iter(node.users))
+
+
+def refuse_untrained(graph: fx.Graph, traced: Traced) -> None:
+    """Raise UnsupportedOp if a parameter that has a gradient reaches the loss no more, as what read it was dropped.
+
+    That was overwritten as a whole, or empty. In one process the gradient is zeros, and an optimizer goes on.
+    """
+    reached = _reached(graph)
+    lost = [n for n in graph.nodes if _TRAINED in n.meta and n not in reached]
+    if lost:
+        names = ", ".join(fold_names(traced.parameters[n.name] for n in lost))
+        raise UnsupportedOp(
+            f"what is computed from {names} is overwritten as a whole, or empty: in one process the gradient is zeros, "
+            "and weight decay still changes the values; a program would not train them",
+            where=source_line(lost[0].meta[_TRAINED]),
+            fix="freeze them by requires_grad_(False), or leave out that computation; if it is empty, give example "
+            "inputs of the shape of those of training",
+        )
+
+
+_TRAINED = "trained by"
+
+
+def _reached(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes to which a gradient flows from the loss; all if it has none, as metrics."""
+    loss = loss_node(graph)
+    reached = {loss} if any(t.requires_grad for t in infos(loss)) else set(graph.nodes)
+    for node in reversed(graph.nodes):
+        if any(user in reached and user.op != "output" and _has_gradient(user) for user in node.users):
+            reached.add(node)
+    return reached
 
 
 def _has_gradient(node: fx.Node) -> bool:

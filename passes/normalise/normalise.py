@@ -26,7 +26,7 @@ from autoptd.passes.losses.loss_spellings import write_sums_over_samples
 from autoptd.passes.losses.reduce_loss import check_loss, rewrite_loss
 from autoptd.passes.losses.row_losses import write_row_losses
 from autoptd.passes.losses.whole_batch import mark_whole_batch
-from autoptd.passes.normalise.annotate import annotate, forget_unreached
+from autoptd.passes.normalise.annotate import annotate, forget_unreached, note_trained, refuse_untrained
 from autoptd.passes.normalise.canonicalize import (
     merge_reshapes,
     write_addmm_as_linear,
@@ -131,6 +131,7 @@ PREPARE: list[Pass] = [
     refuse_sparse_tensors,
     remove_mutation,
     annotate,
+    note_trained,
     write_strided_views,
     mark_masked_rows,
     write_batch_norms_as_sums,
@@ -188,6 +189,7 @@ FINISH: list[Pass] = [
     share_repeated,
     separate_sums,
     forget_unreached,
+    refuse_untrained,
     forget_likes,
     refuse_random,
     drop_unread_constants,

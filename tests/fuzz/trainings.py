@@ -92,6 +92,7 @@ class Training:
     clip: float | None = None
     decay: float = 1.0  # of the learning rate, each step
     samples: tuple[int, ...] = (SAMPLES, SAMPLES)  # of each step
+    lengths: tuple[int, ...] = ()  # tokens of a sample in each step; (): all
     saved: int = 0  # steps before the checkpoint; 0: none
     evaluated: bool = False
     exported: bool = False  # whether the state is compared as it is exported
@@ -130,6 +131,8 @@ def draw(rng: random.Random, family: Family = TOKENS) -> Training:
     if rng.random() < 0.4:
         made.saved = rng.randint(1, len(made.samples) - 1)
         made.fixes.append(random_fix(rng, text, family))
+    if family is TOKENS and rng.random() < 0.3:
+        made.lengths = (8, *(rng.choice([8, 6, 4, 2]) for _ in made.samples[1:]))  # the first is planned for
     made.evaluated, made.exported = rng.random() < 0.4, rng.random() < 0.3
     return made
 
@@ -167,8 +170,10 @@ def _with_nested(made: Training) -> None:
     made.nested = True
 
 
-def _batch(made: Training, rng: random.Random, family: Family, samples: int) -> dict[str, Any]:
-    whole: dict[str, Any] = {name: x[:samples] for name, x in random_batch(rng, family).items()}
+def _batch(made: Training, rng: random.Random, family: Family, step: int) -> dict[str, Any]:
+    whole: dict[str, Any] = {name: x[: made.samples[step]] for name, x in random_batch(rng, family).items()}
+    if made.lengths:
+        whole = {name: x[:, : made.lengths[step]].contiguous() for name, x in whole.items()}
     if made.nested:
         inside = [name for name in ("labels", "mask") if name not in made.targets]
         whole["extra"] = {name: whole.pop(name) for name in inside}
@@ -345,7 +350,7 @@ def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
     """Train a network both ways; see `compared`."""
     rng = random.Random(seed)
     made = draw(rng, family)
-    batches = [_batch(made, rng, family, samples) for samples in made.samples]
+    batches = [_batch(made, rng, family, step) for step in range(len(made.samples))]
     cluster = Cluster.load("dgx-h100")
     given = bulk(cluster) if rng.random() < 0.8 else cluster
     model = loaded(made.text, folder, seed)
@@ -389,7 +394,7 @@ def outcome(seed: int, folder: Path, family: Family = TOKENS) -> str:
             return judged(off, dict)
     try:
         expected = alone(model)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         return f"no program: {str(error).splitlines()[0][:80]}"
     except AutoptdError as error:
         return f"refused: {error.what.splitlines()[0][:90]}"
