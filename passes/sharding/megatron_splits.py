@@ -246,6 +246,8 @@ class _Graph:
     ) -> fx.Node | None:
         """Split a factor of an op; return the op if it needs the factor whole."""
         given = operands(node)
+        if not all(isinstance(place.outer, int) for place in places if place is not None):  # merged with samples
+            return node
         here, there = places[: len(given)], places[len(given) :]
         width.parts = math.gcd(width.parts, size // count)
         for operand, place in zip(given, here, strict=True):
