@@ -320,7 +320,7 @@ def _factor(node: fx.Node, carried: dict[str, Split]) -> tuple[Places, int, int]
         assert loops is not None
         counts = {_groups(place, split) for place, split in zip(places, given, strict=False) if split is not None}
         size = loops.sizes[name]
-        if len(counts) == 1 and (count := counts.pop()) and isinstance(size, int) and size % count == 0:
+        if len(counts) == 1 and (count := counts.pop()) and isinstance(size, int) and size % count == 0 < size - count:
             return places, size, count
     return None
 
