@@ -27,6 +27,7 @@ from autoptd.layout.placements import B, Broadcast, Placement, conversion
 from autoptd.ops.random import DRAWS
 from autoptd.passes.analysis.heads import Head, heads_of
 from autoptd.passes.analysis.overwriting import WIDE
+from autoptd.passes.batch.batch_dims import symbols_in
 from autoptd.passes.fold import Segment
 from autoptd.passes.graph import info, infos, is_getitem, op_call, op_name, operands
 from autoptd.passes.opcall import TensorInfo
@@ -188,7 +189,7 @@ class Body:
             write(i, node)
         made = [o for _, n in run for o in _outputs(n) if o is not None]
         needed = [o for o in made if o in segment.sends or any(u not in inside and not is_getitem(u) for u in o.users)]
-        results = [self.held[o, _plain(o, given[o])] for o in needed]
+        results = [self._named(o, given[o]) for o in needed]
         known = {name for text in before.values() for name in re.findall(r"[^\W\d]\w*", code_of(text))}
         known -= TAKEN | {str(symbol) for symbol in self.sizes}
         own = {text for key, text in self.held.items() if before.get(key) != text} - set(results)
@@ -229,6 +230,16 @@ class Body:
                 self.held[output, _plain(output, placement)] = name
                 self._assign(name, output, placement)
 
+    def _named(self, node: fx.Node, placement: Placement) -> str:
+        """Return the variable that holds `node`, which may be a view that its only reader would write in place."""
+        key = node, _plain(node, placement)
+        if not self.held[key].isidentifier():
+            name = self.names.fresh(hint(node))
+            self.lines.append(f"{name} = {self.held[key]}")
+            self.held[key] = name
+            self._assign(name, node, placement)
+        return self.held[key]
+
     def _products(
         self, shared: SharedOperand, strategies: Mapping[fx.Node, Strategy], given: dict[fx.Node, Placement]
     ) -> None:
@@ -252,7 +263,7 @@ class Body:
         source = iter(texts)
         args = _with_texts(args, source)
         kwargs = {k: _with_texts(v, source) for k, v in kwargs.items()}
-        self._note_sizes((args, tuple(kwargs.values())))
+        self.sizes |= symbols_in((args, tuple(kwargs.values())))
         if node.name in self.in_place:
             kwargs = {**kwargs, "in_place": True}
             if (
@@ -277,7 +288,7 @@ class Body:
     def _random(self, node: fx.Node, strategy: Strategy) -> str:
         self.dropout = True
         text, sizes = keyed(node, strategy.gives[0], self.at, self.first)
-        self._note_sizes(sizes)
+        self.sizes |= symbols_in(sizes)
         return text
 
     def _attention_text(
@@ -303,7 +314,7 @@ class Body:
             source = iter(texts)
             args = _with_texts(call.args, source)
             kwargs = {k: _with_texts(v, source) for k, v in call.kwargs.items()}
-            self._note_sizes((args, tuple(kwargs.values())))
+            self.sizes |= symbols_in((args, tuple(kwargs.values())))
             self.uses_device |= any(isinstance(v, torch.device) for v in kwargs.values())
             outputs = _outputs(node)
             names = [self.names.fresh(hint(o)) if o is not None else "_" for o in outputs]
@@ -312,13 +323,6 @@ class Body:
                 if output is not None:
                     self.held[output, B] = name
                     self.assigned.append((len(self.lines) - 1, (name, output, B)))
-
-    def _note_sizes(self, value: object) -> None:
-        if isinstance(value, sympy.Basic):
-            self.sizes |= {s for s in value.free_symbols if isinstance(s, sympy.Symbol)}
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                self._note_sizes(item)
 
 
 _COMMUNICATION = TOKEN_OPS | {*EXPERT_OPS.values()}  # ops without a rule

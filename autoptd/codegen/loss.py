@@ -20,7 +20,7 @@ from autoptd.layout.sample_rows import SHARED
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, info, output_of
 from autoptd.passes.held_tensors import updated_buffers
-from autoptd.passes.losses.loss_form import count_index, is_count, partial_slices, row_slices
+from autoptd.passes.losses.loss_form import SIZE, count_index, is_count, partial_slices, row_slices
 from autoptd.passes.losses.update_form import SUM
 from autoptd.passes.sharding.sharding import Sharding
 from autoptd.passes.trace.traced import BATCH, Traced
@@ -170,7 +170,9 @@ class LossFunctions:
         lines += ["    device = sums.device"] if body.uses_device else []
         if form.rows:
             lines.append(f"    rows = sums[{form.width}:].view(-1, {form.row_width})")
-        lines += [f"    {symbol} = {outer_size_text(self.traced, symbol)}" for symbol in sorted(body.sizes, key=str)]
+        lines += [
+            f"    {symbol} = {outer_size_text(self.traced, graph, symbol)}" for symbol in sorted(body.sizes, key=str)
+        ]
         lines += [f"    {line}" for line in body.lines]
         assert isinstance(loss, fx.Node)
         lines.append(f"    return {body.held[loss, B]}")
@@ -206,7 +208,9 @@ class BufferFunctions:
         lines = ["def update_buffers(self, sums: Tensor, counts: tuple[Tensor, ...]) -> dict[str, Tensor]:"]
         lines.append('    """Return the new values of buffers, from sums over all samples of the whole batch."""')
         lines += ["    device = sums.device"] if body.uses_device else []
-        lines += [f"    {symbol} = {outer_size_text(traced, symbol)}" for symbol in sorted(body.sizes, key=str)]
+        lines += [
+            f"    {symbol} = {outer_size_text(traced, updates.graph, symbol)}" for symbol in sorted(body.sizes, key=str)
+        ]
         lines += [f"    {line}" for line in body.lines]
         lines += ["    return {", *(f"        {text}" for text in new), "    }"]
         return ["", *(f"    {line}".rstrip() for line in lines)]
@@ -217,10 +221,12 @@ class BufferFunctions:
         return count_text(node) if is_count(node) else state_text(self.folded.traced, node)
 
 
-def outer_size_text(traced: Traced, symbol: sympy.Symbol) -> str:
-    """Return the text of a size in a function of the whole batch: its samples, or a dim of what they share."""
+def outer_size_text(traced: Traced, graph: fx.Graph, symbol: sympy.Symbol) -> str:
+    """Return the text of a size in a function of the whole batch: its samples, a count, or a dim of what they share."""
     if symbol == BATCH:
         return "rows.size(0)"
+    if (count := next((n for n in graph.nodes if n.meta.get(SIZE) == symbol), None)) is not None:
+        return f"int({count_text(count)})"
     shared = [input_node(traced, name) for name, rows in traced.rows.items() if rows == SHARED]
     node = next(node for node in shared if symbol in info(node).shape)
     return f"{_shared_text(traced.inputs[node.name])}.size({info(node).shape.index(symbol)})"

@@ -3,9 +3,10 @@
     offload(fn, *args)      as fn(*args), whose saved tensors are copied to the host when autograd saves them, and back
                             when backward first reads them
 
-Every storage is copied once, however many ops save views of it. On the device stay parameters and buffers of `fn`, and
-arguments that are leaves of autograd's graph: parameters, masks, and what a pipeline stage received, which the executor
-holds for its gradient.
+Every storage is copied once, however many ops save views of it; one that is written in place, once for each of these
+views, as its parts may have versions of their own (torch's cells of GRU and LSTM write to such parts). On the device
+stay parameters and buffers of `fn`, and arguments that are leaves of autograd's graph: parameters, masks, and what a
+pipeline stage received, which the executor holds for its gradient.
 
 Copies are on the stream of the kernels, so that they are of the values at the moment of saving, and later writes cannot
 change them. Backward thus reads what forward read, bit by bit. Hooks for saved tensors take the place of autograd's
@@ -87,7 +88,7 @@ class _OffloadedCall:
 
     def __init__(self, stay: Iterable[Tensor]) -> None:
         self.stay = {x.untyped_storage()._cdata for x in stay if x.layout == torch.strided}
-        self.copies: dict[tuple[int, int], _HostCopy] = {}  # by storage and version, until the call ends
+        self.copies: dict[tuple[object, ...], _HostCopy] = {}  # by storage and version, until the call ends
 
     def pack(self, x: Tensor) -> _OnDevice | _OnHost:
         if type(x) is not Tensor or x.layout != torch.strided or x.is_conj() or x.is_neg():
@@ -95,7 +96,8 @@ class _OffloadedCall:
         storage = x.untyped_storage()
         if storage._cdata in self.stay:
             return _OnDevice(x.detach(), x._version)
-        key = storage._cdata, x._version
+        part = (x.storage_offset(), x.shape, x.stride()) if x._version else ()
+        key = storage._cdata, x._version, *part
         if key not in self.copies:
             self.copies[key] = _HostCopy(storage, x.device)
         return self.copies[key].view(x)

@@ -47,9 +47,12 @@ def conflict(problem: SplitProblem, possible: Callable[[SplitProblem], bool]) ->
     if not possible(_restricted(problem, names, ())):
         nodes = _smallest(names, lambda kept: possible(_restricted(problem, kept, ())))
         what = "no combination of strategies of these ops is possible"
-        return InfeasibleSplit(what, nodes=nodes, fix="add a strategy or conversion")
+        return InfeasibleSplit(what, nodes=nodes, fix="plan with fix={'tp': 1}, which splits no op")
     nodes = _smallest(fixed, lambda kept: possible(_restricted(problem, names, kept)))
-    choices = ", ".join(f"{name}={problem.fixed[name]}" for name in nodes)
+    choices = ", ".join(f"{problem.called.get(name, name)}={problem.fixed[name]}" for name in nodes)
+    if len(nodes) == 1:
+        what = f"a split that is fixed cannot be computed with any strategies of the ops: {choices}"
+        return InfeasibleSplit(what, nodes=nodes, fix="leave it out")
     return InfeasibleSplit(
         f"these fixed splits contradict each other: {choices}", nodes=nodes, fix="leave one of them out"
     )

@@ -13,7 +13,7 @@ from autoptd.errors import PlanError
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import op_name, source_line
 from autoptd.passes.opcall import Sizes
-from autoptd.passes.sharding.expert_parallel_graph import rows_stay_apart
+from autoptd.passes.sharding.expert_parallel_graph import rows_stay_apart, rows_that_leave
 from autoptd.passes.sharding.expert_regions import check_experts, experts_of
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.search.constraints.named import allowed
@@ -91,6 +91,7 @@ def candidate_space(task: Task, method: SearchOptions, has_attention: bool) -> S
     apart = mixed and task.constraints.sequence_parallel and rows_stay_apart(task.folded, sizes)
     if "etp" in fixed:
         _check_etp(task, method.etp, apart)
+    apart = apart and rows_that_leave(task.folded, sizes) is None
     apart = apart and rounded_on_own_tokens(task.folded, 2, sizes) is None
     node = task.cluster.gpus_per_node or task.world
     widest = max(node, -(-task.world // task.batch))  # tp leaves the node only if there are fewer samples than nodes
@@ -177,6 +178,13 @@ def _check_etp(task: Task, etp: int, apart: bool) -> None:
         raise PlanError(
             f"etp 1: tp ranks cannot each compute the rows of experts for their own tokens: {one}",
             where="fix['etp']",
+            fix="leave etp out, or fix tp to 1",
+        )
+    if etp == 1 and tp != 1 and (node := rows_that_leave(task.folded, Sizes(task.sizes, BATCH))):
+        raise PlanError(
+            f"etp 1: {op_name(node)} gives rows of each tp rank's own tokens, and what comes after the layer, such as "
+            "the loss, reads those of all tokens",
+            where=source_line(node),
             fix="leave etp out, or fix tp to 1",
         )
     if etp == 1 and tp != 1 and (node := rounded_on_own_tokens(task.folded, 2, Sizes(task.sizes, BATCH))):

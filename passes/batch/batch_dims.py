@@ -87,6 +87,13 @@ def counts_in(value: object) -> bool:
     return isinstance(value, sympy.Basic) and len({value.subs(BATCH, n) for n in _COUNTS}) > 1
 
 
+def symbols_in(value: object) -> set[sympy.Symbol]:
+    """Return the sizes that the numbers among an op's arguments are computed from."""
+    if isinstance(value, (tuple, list)):
+        return {symbol for item in value for symbol in symbols_in(item)}
+    return {s for s in value.free_symbols if isinstance(s, sympy.Symbol)} if isinstance(value, sympy.Basic) else set()
+
+
 def makes_new(node: fx.Node) -> bool:
     """Return whether an op reads only shapes and dtypes of its operands, no values: `new_zeros`, `ones_like`."""
     making = ("new_", "zeros", "ones", "full", "empty", "scalar_tensor")

@@ -27,6 +27,7 @@ from autoptd.passes.graph import info, output_of
 
 COUNT = "loss_count"  # prefix of count placeholders: loss_count_0, loss_count_1 …
 PARTIAL = "loss_partial"  # prefix of partial-sum placeholders in the outer function
+SIZE = "size"  # in the meta of a count's placeholder in a function of sums: the size that it is
 ROWS = "loss_rows"  # prefix of its placeholders for tensors with a row per sample of the batch
 Combine = Literal["sum", "max", "min"]
 _KEY = "loss_form"  # in the graph's meta

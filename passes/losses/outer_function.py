@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import sympy
 import torch
 from torch import fx
 
 from autoptd.errors import UnsupportedOp
+from autoptd.layout.sample_rows import SHARED
 from autoptd.ops import library as ops
-from autoptd.passes.batch.batch_dims import sample_place
+from autoptd.passes.batch.batch_dims import sample_place, symbols_in
 from autoptd.passes.graph import (
     ancestors,
     info,
@@ -28,11 +30,12 @@ from autoptd.passes.graph import (
     user_op_name,
     write_op,
 )
+from autoptd.passes.losses.batch_counts import take_count
 from autoptd.passes.losses.batch_sums import Over, States
-from autoptd.passes.losses.loss_form import ROWS
+from autoptd.passes.losses.loss_form import ROWS, SIZE
 from autoptd.passes.losses.shares import Shares
 from autoptd.passes.opcall import Size, TensorInfo, is_random
-from autoptd.passes.trace.traced import Traced
+from autoptd.passes.trace.traced import BATCH, Traced
 
 aten = torch.ops.aten
 SUMMING = ("sum", "reshape", "squeeze", "unsqueeze", "permute", "transpose")  # ops that add up or move elements
@@ -57,6 +60,7 @@ class OuterFunction:
         self.placeholders: list[fx.Node] = []  # of the sums, here
         self.rows: list[fx.Node] = []  # in the main graph, [b, …]: values of a microbatch's samples
         self.row_placeholders: list[fx.Node] = []  # of the rows of all samples, here
+        self.sizes: set[sympy.Symbol] = {BATCH, *_shared_sizes(graph, traced)}  # those that are known here
 
     def write(self, values: Sequence[fx.Node]) -> fx.Graph:
         """Return the graph whose outputs are `values`. Raises UnsupportedOp."""
@@ -197,8 +201,27 @@ class OuterFunction:
         if node.op == "placeholder":
             made = self.graph.placeholder(node.name)
         else:
+            self._take_sizes(node)
             args = substitute(node.args, self.new.__getitem__)
             kwargs = {k: substitute(v, self.new.__getitem__) for k, v in node.kwargs.items()}
             made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta = dict(node.meta)
         self.new[node] = made
+
+    def _take_sizes(self, node: fx.Node) -> None:
+        """Make counts of the sizes that an op computes with, such as a number of tokens: one of all microbatches."""
+        for symbol in sorted(symbols_in((node.args, tuple(node.kwargs.values()))) - self.sizes, key=str):
+            self.sizes.add(symbol)
+            with self.main.inserting_before(next(n for n in self.main.nodes if n.op == "call_function")):
+                own = write_op(self.main, node, ops.element_count, (symbol,), (), torch.float64)
+            count = take_count(self.main, self.traced, own, "max")
+            made = self.graph.placeholder(count.name)
+            made.meta = {**count.meta, SIZE: symbol}
+
+
+def _shared_sizes(graph: fx.Graph, traced: Traced) -> set[sympy.Symbol]:
+    """Return the sizes of the inputs that all samples share."""
+    shared = (
+        n for n in graph.nodes if n.op == "placeholder" and traced.rows.get(traced.inputs.get(n.name, "")) == SHARED
+    )
+    return {symbol for n in shared for symbol in symbols_in(info(n).shape)}

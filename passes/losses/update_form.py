@@ -7,7 +7,9 @@ from math import prod
 
 from torch import fx
 
+from autoptd.passes.batch.batch_dims import symbols_in
 from autoptd.passes.graph import ancestors, info, output_of
+from autoptd.passes.losses.loss_form import SIZE
 
 SUM = "batch_sum"  # prefix of the placeholders of sums: batch_sum_0, batch_sum_1 …
 _KEY = "buffer_updates"  # in the graph's meta
@@ -31,8 +33,11 @@ class BufferUpdates:
         return sum(prod(map(int, info(n).shape)) for n in self.sums)
 
     def reads(self, buffer: str) -> set[fx.Node]:
-        """Return the placeholders that the new value of a buffer is computed from."""
-        return {n for n in ancestors([self.values[buffer]]) if n.op == "placeholder"}
+        """Return the placeholders that the new value of a buffer is computed from, counts of sizes among them."""
+        wanted = ancestors([self.values[buffer]])
+        sizes = {symbol for n in wanted for symbol in symbols_in((n.args, tuple(n.kwargs.values())))}
+        given = (n for n in self.graph.nodes if n.op == "placeholder")
+        return {n for n in given if n in wanted or n.meta.get(SIZE) in sizes}
 
 
 def buffer_updates(graph: fx.GraphModule) -> BufferUpdates:

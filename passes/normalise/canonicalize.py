@@ -285,7 +285,7 @@ def write_views_as_reshape(graph: fx.Graph, traced: Traced) -> None:
             if not isinstance(node.meta["info"], tuple) and node.target is not aten.view.dtype:
                 node.target = aten.reshape.default
                 node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
-        elif name in ("expand", "expand_as"):
+        elif name in ("expand", "expand_as", "broadcast_to"):
             node.target = aten.expand.default
             node.args, node.kwargs = (node.args[0], list(info(node).shape)), {}
 

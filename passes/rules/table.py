@@ -1,8 +1,7 @@
 """The rule table: one row per op, in alphabetical order.
 
-A row is a notation (see `factor_notation`; `op_notations` has those that depend on the call), the operands that may be
-partial sums (`linear`), and the arguments that are sizes and shrink with a split (`local`). Every row is proved by
-execution in tests/passes/rules/test_table.py. For an op without a row, `discover` looks for factors.
+A row is a notation (`factor_notation`, `op_notations`), the operands that may be partial sums (`linear`), and the sizes
+that shrink with a split (`local`); tests/passes/rules proves each. For an op without a row, `discover` finds factors.
 """
 
 from __future__ import annotations
@@ -237,6 +236,7 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     aten.le.Tensor: POINTWISE,
     aten.leaky_relu.default: POINTWISE,
     aten.lift_fresh_copy.default: CAST,
+    aten.linalg_cholesky.default: PLANE,  # of matrices that discovery, with random ones, cannot make
     aten.linalg_solve_triangular.default: Rule(n.triangular, second),
     aten.linear.default: Rule(n.linear, product_and_bias),
     aten.log.default: POINTWISE,

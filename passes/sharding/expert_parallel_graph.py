@@ -29,7 +29,7 @@ from autoptd.passes.sharding.context_parallel_graph import BEFORE, Before, befor
 from autoptd.passes.sharding.expert_regions import check_experts, expert_regions
 from autoptd.passes.sharding.expert_rows import ExpertRegion, RowDims, leaving
 from autoptd.passes.sharding.own_prelude import rebuilt
-from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_of
+from autoptd.passes.sharding.sharding import KindSharding, Sharding, Whole, ops_of, output_names, tensor_name
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.text import fold_names
 
@@ -96,6 +96,17 @@ def rows_stay_apart(folded: Folded, sizes: Sizes) -> bool:
     return any(regions for _, regions in found) and all(
         node in own for own, regions in found for r in regions for node in r.ops if not is_getitem(node)
     )
+
+
+def rows_that_leave(folded: Folded, sizes: Sizes) -> fx.Node | None:
+    """Return an op whose rows, of each tp rank's own tokens with etp 1, are read by another segment."""
+    some = Sizes({**sizes.values, SEQUENCE: 2}, BATCH)
+    for segment in folded.representatives.values():
+        sent = {tensor_name(node) for node in segment.sends}
+        for node, strategy in own_token_strategies(segment, 2, some).items() if expert_regions(segment) else ():
+            if any(p == O and name in sent for name, p in zip(output_names(node), strategy.gives, strict=True)):
+                return node
+    return None
 
 
 def whole_experts(folded: Folded, splits: TokenSplits, ep: int) -> PlanError | None:

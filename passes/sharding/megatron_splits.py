@@ -246,6 +246,8 @@ class _Graph:
     ) -> fx.Node | None:
         """Split a factor of an op; return the op if it needs the factor whole."""
         given = operands(node)
+        if not all(isinstance(place.outer, int) for place in places if place is not None):  # merged with samples
+            return node
         here, there = places[: len(given)], places[len(given) :]
         width.parts = math.gcd(width.parts, size // count)
         for operand, place in zip(given, here, strict=True):
@@ -318,7 +320,7 @@ def _factor(node: fx.Node, carried: dict[str, Split]) -> tuple[Places, int, int]
         assert loops is not None
         counts = {_groups(place, split) for place, split in zip(places, given, strict=False) if split is not None}
         size = loops.sizes[name]
-        if len(counts) == 1 and (count := counts.pop()) and isinstance(size, int) and size % count == 0:
+        if len(counts) == 1 and (count := counts.pop()) and isinstance(size, int) and size % count == 0 < size - count:
             return places, size, count
     return None
 

@@ -167,6 +167,20 @@ def test_both_versions_of_a_tensor_are_kept() -> None:
     assert x.grad is not None and torch.equal(x.grad, wanted.square() + 2 * wanted + 20 * wanted)
 
 
+@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM, nn.RNN])
+def test_parts_of_a_storage_have_versions_of_their_own(cell: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    block = cell(4, 4, batch_first=True).double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for by in (plainly, offload):
+        block.zero_grad()
+        x.grad = None
+        by(block, x * 1.0)[0].square().sum().backward()
+        found.append([p.grad.clone() for p in (x, *block.parameters()) if p.grad is not None])
+    assert same(*found)
+
+
 def test_what_stays_on_the_device_has_its_version_checked() -> None:
     x, mask = torch.randn(3, requires_grad=True), torch.ones(3)
     out = offload(lambda x, mask: x * mask, x * 1.0, mask)

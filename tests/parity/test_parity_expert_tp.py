@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import autoptd
 from autoptd.errors import PlanError, RuntimeFault
@@ -81,6 +82,22 @@ def test_a_router_in_float32_keeps_fp64_plans_off_etp_1() -> None:
     assert autoptd.plan(traced, fix={"tp": 2, "dp": 2}, **ask).mesh.etp == 0
     with pytest.raises(PlanError, match="linear would round partial values"):
         autoptd.plan(traced, fix={"tp": 2, "dp": 2, "etp": 1}, **ask)
+
+
+def test_rows_that_the_loss_reads_keep_plans_off_etp_1() -> None:
+    """The logits of routers leave their layers for a loss that balances them, with tokens merged with samples."""
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    traced = autoptd.trace(model, seq=TOKENS)
+    ask = {"world": 4, "cluster": "dgx-h100", "batch": 4}
+    assert autoptd.plan(traced, fix={"tp": 2, "dp": 2, "ep": 2}, **ask).mesh.etp == 0
+    with pytest.raises(PlanError, match="linear gives rows of each tp rank's own tokens") as error:
+        autoptd.plan(traced, fix={"tp": 2, "dp": 2, "ep": 2, "etp": 1}, **ask)
+    assert "gate" in error.value.where
 
 
 FOUR = Mesh(dp=2, tp=2, ep=2, etp=1)

@@ -72,6 +72,33 @@ def test_what_is_no_call_runs_again(table: str, up: str) -> None:
     assert not complaints("sums", found, expected)
 
 
+class Merged(nn.Module):
+    """Keys that are merged with samples within a line, before products in two others, as in Bloom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.heads = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, (b, s) = self.table(ids), ids.shape
+        q, k, v = self.heads(x).view(b, s, 4, 3, -1).permute(3, 0, 2, 1, 4)
+        q, k, v = q.reshape(b * 4, s, -1), k.reshape(b * 4, s, -1).transpose(-1, -2), v.reshape(b * 4, s, -1)
+        scores = q.bmm(k).view(b, 4, s, s).softmax(-1).view(b * 4, s, s)
+        y = scores.bmm(v).view(b, 4, s, -1).transpose(1, 2).reshape(b, s, -1)
+        return F.cross_entropy(self.head(x + self.out(y)).flatten(0, 1), labels.flatten())
+
+
+def test_views_that_the_rest_reads_are_results_of_what_runs_again() -> None:
+    torch.manual_seed(0)
+    model, (ids, labels) = randomised(Merged()), tokens()
+    batch = {"ids": ids, "labels": labels}
+    fix = {"tp": 2, "dp": 2, "gathers": "again", "zero": 0}
+    made = autoptd.parallelize(model, world=4, batch=16, inputs=batch, precision="fp64", optimizer="sgd", fix=fix)
+    found, expected = train_in_lockstep(made, [batch]), train_alone(model, [batch], optimizer="sgd")
+    assert not complaints("merged", found, expected)
+
+
 def test_what_is_not_done_again_drops_the_same() -> None:
     assert is_alone("bert_dropout", trained("bert_dropout", CUBE, AGAIN))
 

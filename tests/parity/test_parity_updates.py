@@ -55,6 +55,8 @@ WAYS = [
     ("updating_teacher", Mesh(dp=2, pp=2), replace(BULK, schedule="zero-bubble")),
     ("updating_teacher", Mesh(dp=2, tp=2, pp=2), replace(BULK, recompute="full", zero=2)),
     ("updating_teacher", Mesh(dp=2, tp=2, cp=2), replace(BULK, zero=3)),
+    ("updating_lengths", Mesh(dp=2, tp=2, pp=2), replace(BULK, recompute="full", zero=2)),
+    ("updating_lengths", Mesh(dp=2, cp=2, pp=2), replace(BULK, schedule="zero-bubble", zero=3)),
 ]
 
 

@@ -8,6 +8,7 @@ shared     a layer that runs twice in a pass, and updates its buffers twice
 spectral   both spectral norms of torch, whose power iterations write to buffers passed as `out=`
 codes      a codebook that is averaged from the tokens of each code, whose rows are added by index
 teacher    a momentum teacher, whose weights are buffers that the end of forward averages after the loss
+lengths    rotary frequencies that depend on the number of tokens, which is counted too, beside such a term of the loss
 """
 
 from __future__ import annotations
@@ -243,6 +244,25 @@ class Teacher(nn.Module):
         return loss
 
 
+class Lengths(nn.Module):
+    """Frequencies for long or short sequences, by the last position, and a number of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.register_buffer("scales", torch.ones(WIDTH))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            last = torch.arange(ids.shape[1], device=ids.device).max()
+            self.seen += ids.shape[1]
+            self.scales.copy_(torch.where(last > 3, self.seen * self.scales, self.scales + 1))
+        x = torch.tanh(self.up(self.table(ids))) * self.scales
+        size = x.square().sum().sqrt() * labels.shape[1]
+        return F.cross_entropy(self.down(x).flatten(0, 1), labels.flatten()) + 0.01 * size.log()
+
+
 def case_of(model: nn.Module) -> Case:
     ids, labels = tokens()
     return Case(randomised(model), {"ids": ids, "labels": labels})
@@ -263,4 +283,5 @@ UPDATING: Mapping[str, Callable[[], Case]] = {
     "updating_spectral": lambda: made(Spectral),
     "updating_codes": lambda: made(Codes),
     "updating_teacher": lambda: made(Teacher),
+    "updating_lengths": lambda: made(Lengths),
 }

@@ -119,6 +119,7 @@ class SplitNumbers(Prices):
             saved_bytes=saved_bytes,
             ties=tuple(dict.fromkeys(self._ties())),
             fixed=self._fixed(nodes),
+            called={f"{kind}/parameter:{i}": name for (kind, i), (_, name) in self._pins_by_slot.items()},
         )
 
     def _convertible(self, tensor: TensorInfo, source: Placement, target: Placement, in_prelude: bool) -> bool:

@@ -44,7 +44,7 @@ class SplitProblem:
     """The problem that `solve_splits` decides.
 
     A conversion that is not in `conversion_s` is impossible; none is needed from a placement to itself. `ties` are
-    pairs of node names, `fixed` maps node names to labels.
+    pairs of node names, `fixed` maps node names to labels. `called`: users' names of the fixed ones, for errors.
     """
 
     nodes: tuple[Node, ...]
@@ -53,6 +53,7 @@ class SplitProblem:
     ties: tuple[tuple[str, str], ...] = ()
     fixed: Mapping[str, str] = field(default_factory=dict)
     second_per_byte: float = 0.0
+    called: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def producer(self) -> dict[str, str]:

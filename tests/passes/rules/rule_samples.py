@@ -23,6 +23,11 @@ def positive(*shape: int) -> Tensor:
     return (torch.rand(shape, generator=RNG, dtype=torch.float64) + 0.2).requires_grad_()
 
 
+def definite(count: int, size: int) -> Tensor:
+    near = torch.rand(count, size, size, generator=RNG, dtype=torch.float64) / (2 * size)
+    return (torch.eye(size, dtype=torch.float64) + near).requires_grad_()
+
+
 def unit(*shape: int) -> Tensor:
     return (torch.rand(shape, generator=RNG, dtype=torch.float64) * 0.8 + 0.1).requires_grad_()
 
@@ -235,6 +240,7 @@ SAMPLES: dict[Callable[..., Any], list[Sample]] = many() | {
         (real(4, 6, 8), [6, 8]),
         (real(4, 8), [8], real(8)),
     ],
+    aten.linalg_cholesky.default: [(definite(6, 4),)],
     aten.linalg_solve_triangular.default: [
         (real(2, 4, 4), real(2, 4, 6), {"upper": False, "unitriangular": True}),
         (real(2, 4, 4), real(2, 6, 4), {"upper": True, "left": False, "unitriangular": True}),

@@ -156,6 +156,15 @@ def test_joined_parts_of_unequal_size_are_refused():
     assert "qkv_proj" in error.value.where
 
 
+def test_heads_that_are_merged_with_samples_are_refused():
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    with torch.device("meta"):
+        model = transformers.BloomForCausalLM(config)
+    with pytest.raises(PlanError, match="needs it whole") as error:
+        megatron_splits(autoptd.trace(model, seq=16).folded)
+    assert "query_key_value" in error.value.where
+
+
 class Paired(nn.Module):
     """Two matrices without a module, one of them transposed, between norms."""
 
@@ -168,6 +177,33 @@ class Paired(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.norm(x) @ self.up) * self.scale
         return self.head(x + y @ self.down.t())
+
+
+class Unbound(nn.Module):
+    """Queries, keys and values of one product, taken apart along a dim of their own as in timm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.head(x + self.out(y))
+
+
+def test_joined_projections_may_be_unbound():
+    traced = autoptd.trace(
+        Unbound(),
+        inputs={"x": torch.zeros(2, 8, 16)},
+        loss=lambda out, labels: F.cross_entropy(out.flatten(0, 1), labels.flatten()),
+        targets={"labels": torch.zeros(2, 8, dtype=torch.long)},
+    )
+    found = megatron_splits(traced.folded).parameters
+    assert {name: str(found[name]) for name in ("qkv.weight", "qkv.bias", "out.weight")} == {
+        "qkv.weight": "S0/3", "qkv.bias": "S0/3", "out.weight": "S1",
+    }  # fmt: skip
+    assert found["qkv.weight"].parts == 4
 
 
 def test_matrices_need_no_modules():

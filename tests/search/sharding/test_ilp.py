@@ -165,6 +165,13 @@ def test_conflicting_pins_are_named() -> None:
     assert error.value.nodes == ("x", "z")
 
 
+def test_a_pin_that_nothing_allows_has_the_users_name() -> None:
+    nodes = (given("x", B, S1), reader("y", "x", B))
+    with pytest.raises(InfeasibleSplit, match=r"a split that is fixed cannot be computed .*: up\.weight=S1") as error:
+        solve_splits(SplitProblem(nodes, fixed={"x": "S1"}, called={"x": "up.weight"}))
+    assert error.value.nodes == ("x",) and error.value.fix == "leave it out"
+
+
 def test_unknown_pins_are_refused() -> None:
     problem = SplitProblem((given("x", B, S1),))
     with pytest.raises(PlanError, match="did you mean 'x'"):
