@@ -151,8 +151,9 @@ class Evaluating(RunningRank):
             made = self._programs.of(
                 key, lambda: make_evaluation(self._source, self.plan, Metrics.of(objective, functions))
             )
-            check_same_program(made.program.files, trainer.communicators)
-            self._evaluators[key] = made.metrics, self._started(made)
+            with self._watch:
+                check_same_program(made.program.files, trainer.communicators)
+                self._evaluators[key] = made.metrics, self._started(made)
         return self._evaluators[key]
 
     def _started(self, made: EvaluationProgram) -> Evaluator:
