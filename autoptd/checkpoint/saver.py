@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -65,6 +65,7 @@ class _Job:
     failed: CheckpointError | None  # the error in making `files`
     manifest: Mapping[str, Any]
     keep: int | None
+    leave: Collection[str]  # names of checkpoints of other runs
 
     def prepare(self) -> None:
         if self.failed is not None:
@@ -78,7 +79,7 @@ class _Job:
         digests = {name: found for each in by_rank for name, found in each.digests.items()}
         dcp.write_index(part, (each.metadata for each in by_rank))
         digests |= {name: digest(part / name) for name in (folder.INDEX, METADATA)}
-        return folder.commit(self.root, self.step, self.manifest, digests, self.keep)
+        return folder.commit(self.root, self.step, self.manifest, digests, self.keep, self.leave)
 
 
 class Saver:
@@ -104,10 +105,12 @@ class Saver:
         texts: Mapping[str, str],
         manifest: Mapping[str, Any],
         keep: int | None,
+        leave: Collection[str] = (),
     ) -> None:
         """Copy this rank's entries and start writing them. A collective.
 
-        progress: the fields of `progress.pt`. texts: further files, by name. Only rank 0's and its `manifest` are used.
+        progress: the fields of `progress.pt`. texts: further files, by name. leave: checkpoints that are not removed.
+        Of all these, and of `manifest`, only rank 0's are used.
         """
         self.wait()
         files: dict[str, bytes] = {}
@@ -118,7 +121,7 @@ class Saver:
                 files[folder.PROGRESS] = to_bytes(progress)
             except CheckpointError as error:
                 failed = error  # the thread raises it on all ranks
-        job = _Job(root, step, copied(entries), files, failed, manifest, keep)
+        job = _Job(root, step, copied(entries), files, failed, manifest, keep, leave)
         self._saving = f"step {step} into {root}"
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save of step {step}")
         self._thread.start()
