@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -20,7 +23,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 import autoptd
 from autoptd.api import Parallel
-from autoptd.checkpoint import dcp
+from autoptd.checkpoint import dcp, folder
 from autoptd.checkpoint.folder import PROGRESS, find
 from autoptd.checkpoint.restore import restore
 from autoptd.errors import CheckpointError, RuntimeFault
@@ -387,3 +390,25 @@ assert any("1 checkpoint(s) of another run" in str(each.message) for each in sai
         done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *expected]
+
+
+def test_a_writer_goes_on_though_its_save_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save, as of a script that caught Ctrl-C, waits for it."""
+    parallel, commit, goes_on, calls = made(), folder.commit, threading.Event(), list[int]()
+
+    def interrupting(root: Path, number: int, *rest: Any) -> Path:
+        calls.append(number)
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            goes_on.wait(10)
+        return commit(root, number, *rest)
+
+    monkeypatch.setattr(folder, "commit", interrupting)
+    step(parallel)
+    with pytest.raises(KeyboardInterrupt):
+        parallel.save(tmp_path)
+    step(parallel)
+    threading.Timer(0.2, goes_on.set).start()
+    parallel.save(tmp_path)
+    assert calls == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
