@@ -24,6 +24,7 @@ from autoptd.arguments import (
     planned_optimizer,
 )
 from autoptd.boundary import public
+from autoptd.caller_modes import without_anomalies
 from autoptd.compile.make_plan import make_plan, samples_of
 from autoptd.compile.program import make_program, read_sharding
 from autoptd.compile.traced import TracedModel
@@ -46,6 +47,7 @@ from autoptd.search.constraints.systems import read_system
 
 
 @public
+@without_anomalies()
 @without_collector()
 def trace(
     model: nn.Module | str | os.PathLike[str],
@@ -77,6 +79,7 @@ def trace(
 
 
 @public
+@without_anomalies()
 @without_collector()
 def plan(
     model: nn.Module | TracedModel | str | os.PathLike[str],
@@ -161,6 +164,7 @@ def plan(
 
 
 @public
+@without_anomalies()
 @without_collector()
 def parallelize(
     model: nn.Module | TracedModel | str | os.PathLike[str],

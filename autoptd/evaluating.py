@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autoptd.boundary import public_methods
+from autoptd.caller_modes import without_anomalies
 from autoptd.codegen.emit import load_stage
 from autoptd.compile.evaluation import EvaluationProgram, check_evaluates, make_evaluation
 from autoptd.compile.layout import named_values
@@ -46,7 +47,8 @@ class EvaluationPrograms:
         with self._tracing:
             if key not in self._found:
                 try:
-                    self._found[key] = make()
+                    with without_anomalies():
+                        self._found[key] = make()
                 except AutoptdError as error:
                     self._found[key] = error
             found = self._found[key]
@@ -151,8 +153,9 @@ class Evaluating(RunningRank):
             made = self._programs.of(
                 key, lambda: make_evaluation(self._source, self.plan, Metrics.of(objective, functions))
             )
-            check_same_program(made.program.files, trainer.communicators)
-            self._evaluators[key] = made.metrics, self._started(made)
+            with self._watch:
+                check_same_program(made.program.files, trainer.communicators)
+                self._evaluators[key] = made.metrics, self._started(made)
         return self._evaluators[key]
 
     def _started(self, made: EvaluationProgram) -> Evaluator:

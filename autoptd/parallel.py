@@ -319,16 +319,19 @@ class Parallel(Evaluating, Saving):
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's slices of its stages' parameters and buffers, by original name. Collective."""
-        return self._unchanging.local_tensors()
+        with self._watch:
+            return self._unchanging.local_tensors()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's full gradients by original name, on every rank. Collective."""
-        return self._running.gradients()
+        with self._watch:
+            return self._running.gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return full tensors by original name, tied ones under each of their names, on every rank. Collective."""
         names = self._source.model.state_dict(keep_vars=True)
-        found = self._unchanging.state_dict(names)
+        with self._watch:
+            found = self._unchanging.state_dict(names)
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
         others = self._unheld([name for name, x in names.items() if name not in found and isinstance(x, Tensor)])
         whole = {**names, **others, **found}  # of the model: what is no tensor, from `get_extra_state`

@@ -47,12 +47,12 @@ class RunningRank(ABC):
 
     @property
     def _unchanging(self) -> Trainer:
-        """The trainer between steps. Raises RuntimeFault if a step ended while it changed parameters or buffers."""
+        """The trainer between steps. Raises RuntimeFault if a step or a load ended while it changed parameters."""
         trainer = self._running
         if trainer.changing:
             raise RuntimeFault(
-                f"step {self.step + 1} was ended while it changed parameters and buffers, by an interrupt or an error: "
-                "some are of this step, others of the one before",
+                f"step {self.step + 1} was ended while it changed parameters and buffers, by an interrupt, an error, "
+                "or a load: some are new, others of the step before",
                 where=f"rank {trainer.communicators.rank}",
                 fix="load a checkpoint (load or resume); stop_request() ends a run between steps",
             )

@@ -47,17 +47,16 @@ class Saving(RunningRank):
         if keep is not None and not (isinstance(keep, int) and keep >= 1):
             fix = "give None to keep all checkpoints, or a number from 1 that includes the new one"
             raise CheckpointError(f"keep={keep!r} is no number of checkpoints", where="keep", fix=fix)
-        session, _ = self._session, self._unchanging
+        self._unchanging  # noqa: B018  raises RuntimeFault
         with self._with_all(f"saving step {self.step}"):
-            session.save(Path(directory), self.step, others or {}, keep)
+            self._session.save(Path(directory), self.step, others or {}, keep)
             if wait:
-                session.wait()
+                self._session.wait()
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is durable. Collective. Raises CheckpointError if it cannot be written."""
-        session = self._session
         with self._with_all("saving"):
-            session.wait()
+            self._session.wait()
 
     def load(
         self,
@@ -73,9 +72,8 @@ class Saving(RunningRank):
         optimizer: False leaves out the optimizer's state. Step, seed and loss scale are still the checkpoint's.
         Files are checked against their digests first. Raises CheckpointError on every rank.
         """
-        session = self._session
         with self._with_all("loading"):
-            self._meter.step = session.load(Path(path), others or {}, optimizer=optimizer)
+            self._meter.step = self._session.load(Path(path), others or {}, optimizer=optimizer)
         self._evaluators.clear()  # they have copies of what no step reads
         return self.step
 
@@ -86,9 +84,8 @@ class Saving(RunningRank):
         are named in a warning and skipped. Raises CheckpointError on every rank if all of them are damaged, belong to
         another model, or the ranks do not share a folder that they can write to; `load` needs read access only.
         """
-        session = self._session
         with self._with_all("resuming"):
-            step, damaged = session.resume(Path(directory), others or {})
+            step, damaged = self._session.resume(Path(directory), others or {})
         self._evaluators.clear()
         if damaged and self.rank == 0:
             left_out = printable("; ".join(damaged), keep="")

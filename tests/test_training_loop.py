@@ -114,6 +114,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a default device": lambda: torch.device("meta"),
     "a default type": default_type,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "anomalies": torch.autograd.detect_anomaly,
 }
 
 
@@ -144,9 +145,10 @@ def test_a_running_rank_is_not_duplicated(duplicate: Callable[[object], object])
     assert copy.copy(par).step == 1
 
 
-@pytest.mark.parametrize("mode", ["inference", "a default device"])
+@pytest.mark.parametrize("mode", ["inference", "a default device", "anomalies"])
 def test_a_program_may_be_made_in_any_mode(mode: str) -> None:
-    first = model()
+    observed = nn.Softplus() if mode == "anomalies" else nn.Identity()  # whose work no other plan here has observed
+    first = nn.Sequential(*model(), observed)
     with MODES[mode]():
         par = autoptd.parallelize(
             first, world=1, inputs=batch(0), loss=squares, batch=8, precision="fp64", optimizer="sgd"

@@ -24,7 +24,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -49,6 +50,8 @@ FORMAT, OLDER = 2, 1  # OLDER: the manifest has no digest of its own, and the on
 MANIFEST, PROGRESS, PLAN, LATEST = "checkpoint.json", "progress.pt", "plan.json", "latest"
 INDEX = "index.json"
 _SHOWN = 8  # mistakes listed in an error
+_NONE = "none"  # begins what `described` says where no checkpoint is
+_SEEN: dict[Path, tuple[str, frozenset[str]]] = {}  # by folder: its latest when last used here, and other runs' names
 _LONGEST, _DEEPEST = 1 << 24, 50  # bytes of a manifest, nesting levels of the configuration in it
 _NAME = re.compile(r"step-(\d{8,20})(\.\d+)?", re.ASCII)
 
@@ -108,7 +111,7 @@ def described(path: Path) -> str:
         content = f"SHA-256 {digest(manifest)}" if nbytes <= _LONGEST else f"{nbytes} bytes"  # refused when read
         return f"{found.name}, whose {MANIFEST} has {content}"
     except (CheckpointError, OSError) as error:
-        return f"none: {getattr(error, 'what', error)}"
+        return f"{_NONE}: {getattr(error, 'what', error)}"
 
 
 def prepare(root: Path, step: int) -> Path:
@@ -116,12 +119,33 @@ def prepare(root: Path, step: int) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(".step-*.part"):
-            shutil.rmtree(left)
+            _remove(left, f".{uuid.uuid4().hex[:8]}")
         part = part_of(root, step)
         part.mkdir()
     except OSError as error:
         raise CheckpointError(f"checkpoints cannot be written here: {error.strerror}", where=str(root)) from error
     return part
+
+
+def goes_on_from(path: Path) -> None:
+    """Note that this process goes on from the checkpoints of a folder: they are of its own run from now on."""
+    root = path.parent if is_regular(path / MANIFEST) else path
+    _SEEN[root.resolve()] = described(root), frozenset()
+
+
+def of_other_runs(root: Path) -> frozenset[str]:
+    """Return the names of the checkpoints in a folder that this run did not write, and does not go on from.
+
+    Raises CheckpointError if another process has written there since this one last did, or loaded from there.
+    """
+    now, key = described(root), root.resolve()
+    before, others = _SEEN.setdefault(key, (now, frozenset(path.name for path in checkpoints(root))))
+    if now != before and not now.startswith(_NONE):
+        what = (
+            f"another process has saved {now.partition(',')[0]} into {root} since this one last saved or loaded there"
+        )
+        raise CheckpointError(f"{what}: give each job a folder of its own, or end this one and resume")
+    return others
 
 
 def check_model(root: Path, manifest: Mapping[str, Any]) -> None:
@@ -165,10 +189,18 @@ def _flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[str, str], keep: int | None) -> Path:
+def commit(
+    root: Path,
+    step: int,
+    manifest: Mapping[str, Any],
+    digests: Mapping[str, str],
+    keep: int | None,
+    leave: Collection[str] = (),
+) -> Path:
     """Turn the written folder into the latest checkpoint, then remove all but `keep` checkpoints (None: remove none).
 
-    `digests`: SHA-256 of every file. Raises OSError, in which case `latest` is unchanged.
+    `digests`: SHA-256 of every file. `leave`: names of checkpoints that neither count nor are removed. Raises OSError,
+    in which case `latest` is unchanged.
     """
     part = part_of(root, step)
     final = next(path for n in count() if not os.path.lexists(path := root / name_of(step, n)))
@@ -187,8 +219,9 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     pointer = root / f".{LATEST}.part"
     write_durably(pointer, final.name.encode())
     pointer.replace(root / LATEST)
+    _SEEN[root.resolve()] = described(root), frozenset(leave)
     _flush(root)
-    others = [path for path in checkpoints(root) if path != final]
+    others = [path for path in checkpoints(root) if path != final and path.name not in leave]
     replaced = [path for path in others if path.name.partition(".")[0] == name_of(step)]
     old = [path for path in others if path not in replaced]
     for path in replaced + (old[: len(old) - keep + 1] if keep is not None and len(old) >= keep else []):
@@ -196,9 +229,14 @@ def commit(root: Path, step: int, manifest: Mapping[str, Any], digests: Mapping[
     return final
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that one removed in part has no checkpoint's name."""
-    shutil.rmtree(path.rename(path.with_name(f".{path.name}.part")))
+def _remove(path: Path, mark: str = "") -> None:
+    """Remove a checkpoint, or what is left of one, unless another process does.
+
+    It is renamed first: what is removed in part has no checkpoint's name, nor that under which a writer would go on.
+    """
+    with suppress(FileNotFoundError):
+        name = path.name.removeprefix(".").removesuffix(".part")
+        shutil.rmtree(path.rename(path.with_name(f".{name}{mark}.part")))
 
 
 def _own_digest(data: Mapping[str, Any]) -> str:

@@ -68,6 +68,7 @@ def restore(
         entries += [entry for found in states.values() for entry in found.values()]
     _check_types(where, entries, known, trainer)
     trainer.settle()
+    trainer.changing = True  # until the caller has restored everything else
     dcp.read(where, known, entries, group)
     _report(where, entries, manifest, trainer.communicators)
     left = [name for name in progress["others"] if name not in others]

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -65,6 +65,7 @@ class _Job:
     failed: CheckpointError | None  # the error in making `files`
     manifest: Mapping[str, Any]
     keep: int | None
+    leave: Collection[str]  # names of checkpoints of other runs
 
     def prepare(self) -> None:
         if self.failed is not None:
@@ -78,7 +79,7 @@ class _Job:
         digests = {name: found for each in by_rank for name, found in each.digests.items()}
         dcp.write_index(part, (each.metadata for each in by_rank))
         digests |= {name: digest(part / name) for name in (folder.INDEX, METADATA)}
-        return folder.commit(self.root, self.step, self.manifest, digests, self.keep)
+        return folder.commit(self.root, self.step, self.manifest, digests, self.keep, self.leave)
 
 
 class Saver:
@@ -90,7 +91,7 @@ class Saver:
         if world > 1:  # only rank 0 has messages for all others, so that a rank needs few connections
             self.group = group_of_members("checkpoints", range(world), "gloo", lazy=True)
         self.rank = dist.get_rank() if world > 1 else 0
-        self._thread: threading.Thread | None = None
+        self._written: threading.Event | None = None  # of the save in progress
         self._error: BaseException | None = None
         self._saving = ""
         atexit.register(self._say_what_failed)  # runs once the thread has ended
@@ -104,10 +105,12 @@ class Saver:
         texts: Mapping[str, str],
         manifest: Mapping[str, Any],
         keep: int | None,
+        leave: Collection[str] = (),
     ) -> None:
         """Copy this rank's entries and start writing them. A collective.
 
-        progress: the fields of `progress.pt`. texts: further files, by name. Only rank 0's and its `manifest` are used.
+        progress: the fields of `progress.pt`. texts: further files, by name. leave: checkpoints that are not removed.
+        Of all these, and of `manifest`, only rank 0's are used.
         """
         self.wait()
         files: dict[str, bytes] = {}
@@ -118,16 +121,25 @@ class Saver:
                 files[folder.PROGRESS] = to_bytes(progress)
             except CheckpointError as error:
                 failed = error  # the thread raises it on all ranks
-        job = _Job(root, step, copied(entries), files, failed, manifest, keep)
+        job = _Job(root, step, copied(entries), files, failed, manifest, keep, leave)
         self._saving = f"step {step} into {root}"
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"save of step {step}")
-        self._thread.start()
+        written = threading.Event()
+        thread = threading.Thread(target=self._run, args=(job, written), name=f"save of step {step}")
+        self._written = written
+        try:
+            thread.start()
+        except RuntimeError:  # there can be no further thread
+            self._written = None
+            raise
 
     def wait(self) -> None:
-        """Wait until the checkpoint in progress is durable. Raises the error of its thread."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait until the checkpoint in progress is durable. Raises the error of its thread.
+
+        An interrupt of `Thread.join` would take a thread that runs for one that has ended (seen in Python 3.11).
+        """
+        if self._written is not None:
+            self._written.wait()
+            self._written = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -141,11 +153,13 @@ class Saver:
             sys.stderr.write(f"autoptd: {printable(text)}\n")
             sys.stderr.flush()
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Job, written: threading.Event) -> None:
         try:
             self._write(job)
         except BaseException as error:  # noqa: BLE001  raised by `wait`
             self._error = error
+        finally:
+            written.set()
 
     def _write(self, job: _Job) -> None:
         part = folder.part_of(job.root, job.step)

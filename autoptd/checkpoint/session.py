@@ -6,7 +6,6 @@ import platform
 import warnings
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,7 +60,7 @@ class Session:
         self.wait()
         fix = "call save on all ranks after the same step, with one folder and the same others"
         self._saver.agree("the ranks do not save the same checkpoint", f"step {step}, {root}{_named(others)}", fix)
-        self._check_folder(root, step)
+        leave = self._check_folder(root, step)
         trainer.settle()
         entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
         first = trainer.communicators.rank == 0
@@ -87,20 +86,31 @@ class Session:
                 "python": platform.python_version(),
             },
         }
-        self._saver.start(root, step, entries, progress, {folder.PLAN: self._plan.to_json()}, manifest, keep)
+        self._saver.start(root, step, entries, progress, {folder.PLAN: self._plan.to_json()}, manifest, keep, leave)
 
-    def _check_folder(self, root: Path, step: int) -> None:
-        """Refuse the folder of another model, and warn of a checkpoint of this process that would be replaced."""
+    def _check_folder(self, root: Path, step: int) -> frozenset[str]:
+        """Refuse the folder of another model or process, and warn of a checkpoint of this process that is replaced.
+
+        Returns the names of checkpoints of other runs, which are not removed, on rank 0.
+        """
         first = self._saver.rank == 0
-        if root not in self._roots:
-            check = partial(folder.check_model, root, self._described) if first else lambda: None
-            self._saver.on_all_ranks(f"save into {root}", check)
-            self._roots.add(root)
+
+        def check() -> frozenset[str]:
+            if root not in self._roots:
+                folder.check_model(root, self._described)
+            return folder.of_other_runs(root)
+
+        others = self._saver.on_all_ranks(f"save into {root}", check if first else frozenset)
+        if others and root not in self._roots:
+            text = f"has {len(others)} checkpoint(s) of another run, from which this one did not resume"
+            warnings.warn(f"{root} {text}: they are left there, whatever `keep` says", stacklevel=5)
+        self._roots.add(root)
         writer, last = _LAST_SAVED.get(root, (None, -1))
         if first and last == step and writer is not None and writer() not in (None, self):
             text = "is replaced, which another Parallel of this process saved: give each a folder of its own"
             warnings.warn(f"{root}: the checkpoint of step {step} {text}", stacklevel=5)
         _LAST_SAVED[root] = weakref.ref(self), step
+        return others
 
     def _compare(self, states: Mapping[str, Any]) -> None:
         """Warn on rank 0 of states that differ over the ranks: only its own are saved. A collective."""
@@ -120,6 +130,7 @@ class Session:
         """
         self.wait()
         self._saver.on_all_ranks(f"resume from {root}", lambda: folder.try_writing(root, self._saver.rank))
+        folder.goes_on_from(root)
         names = [path.name for path in folder.newest_first(root)]
         self._agree_on(root, ", ".join(names) or "nothing")
         damaged: list[str] = []
@@ -144,6 +155,7 @@ class Session:
         """Load a checkpoint. Returns the step after which it was written."""
         self.wait()
         self._agree_on(path, f"{folder.described(path)}{_named(others)}{'' if optimizer else ', optimizer=False'}")
+        changing = self._trainer.changing
         progress = restore(
             path,
             self._trainer,
@@ -158,7 +170,8 @@ class Session:
         self._trainer.dropout.seed, self._trainer.dropout.step = (progress["random"][key] for key in ("seed", "step"))
         if self._trainer.finite.scaling is not None and progress.get("loss_scale") is not None:
             self._trainer.finite.scaling.load_state_dict(progress["loss_scale"])
-        self._trainer.changing = self._trainer.changing and not optimizer
+        self._trainer.changing = changing and not optimizer
+        folder.goes_on_from(path)
         before, now = progress.get("batch"), self._plan.batch
         if optimizer and before not in (None, now) and progress["step"] and self._trainer.communicators.rank == 0:
             text = f"it was trained in batches of {before} samples, and this plan's have {now}: step {progress['step']}"

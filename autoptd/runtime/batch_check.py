@@ -199,7 +199,8 @@ class Agreement:
         return InputsError(
             "ranks take samples in different orders, so that steps repeat some and leave out others",
             where="\n".join(f"rank {rank}: {text}" for text, rank in list(first.items())[:2]),
-            fix="give parallel.sampler(…) the same arguments on all ranks",
+            fix="give parallel.sampler(…) the same arguments on all ranks, start it at the same step, and take as many "
+            "batches of it; a batch that one rank alone has looked at is gone: start_at(parallel.step) goes back",
         )
 
     def _differ(self) -> InputsError:

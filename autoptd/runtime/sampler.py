@@ -41,12 +41,15 @@ class ShareSampler(Sampler[list[int]]):
         """Start the next iterator at this step, counted from 0 over all epochs."""
         if step < 0:
             raise InputsError(f"there is no step {step}", fix="count from 0")
-        self._step = step
+        self._step = self._since = step
 
     def order(self) -> str:
-        """Return in words the order of all samples, which is the same on all ranks."""
+        """Return in words the order of all samples, which is the same on all ranks.
+
+        It says where the steps began: those of a rank that has left an iterator within an epoch go on from there.
+        """
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in their own order"
-        return f"{self.samples} samples, {order}"
+        return f"{self.samples} samples, {order}, from step {self._since}"
 
     def __len__(self) -> int:
         return self.samples // self.batch  # steps per epoch
@@ -54,6 +57,7 @@ class ShareSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first = divmod(self._step, len(self))
         self.used = next(_USED)
+        self._since = self._step if first else self._since
         order = self._permutation(epoch)
         least, longer = divmod(self.batch, self.ranks)
         before, share = self.rank * least + min(self.rank, longer), least + (self.rank < longer)

@@ -169,3 +169,59 @@ def test_nothing_here(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         folder.prepare(tmp_path / "file" / "inside", 1)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Function that goes on as another process, by number."""
+    seen: dict[int, dict[Path, Any]] = {}
+    return lambda number: monkeypatch.setattr(folder, "_SEEN", seen.setdefault(number, {}))
+
+
+def save(root: Path, step: int, keep: int | None = None) -> Path:
+    leave = folder.of_other_runs(root)
+    part = folder.prepare(root, step)
+    (part / "data").write_text(f"tensors of {step}")
+    manifest: dict[str, Any] = {"tensors": {}, "aliases": {}, "optimizer": "AdamW"}
+    return folder.commit(root, step, manifest, {"data": folder.digest(part / "data")}, keep, leave)
+
+
+def test_two_processes_do_not_replace_each_other_s_checkpoints(tmp_path: Path, processes: Callable[[int], None]):
+    processes(0)
+    for step in (5, 9):
+        save(tmp_path, step, keep=1)
+    processes(1)
+    for step in (5, 6, 9, 10):
+        save(tmp_path, step, keep=2)
+    names = ["step-00000009", "step-00000009.1", "step-00000010"]
+    assert [path.name for path in folder.checkpoints(tmp_path)] == names
+    processes(0)
+    with pytest.raises(
+        CheckpointError, match=r"another process has saved step-00000010 into .* end this one and resume"
+    ):
+        save(tmp_path, 11, keep=1)
+    folder.goes_on_from(tmp_path)
+    save(tmp_path, 11, keep=1)
+    assert [path.name for path in folder.checkpoints(tmp_path)] == ["step-00000011"]
+
+
+def test_a_folder_whose_latest_somebody_removed_may_be_written(tmp_path: Path, processes: Callable[[int], None]):
+    processes(0)
+    save(tmp_path, 1)
+    (tmp_path / folder.LATEST).unlink()
+    save(tmp_path, 2)
+    shutil.rmtree(tmp_path / "step-00000002")
+    save(tmp_path, 3)
+    assert folder.find(tmp_path).name == "step-00000003"
+
+
+def test_what_another_process_removes_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes file by file: without another name, the rest would become a checkpoint."""
+    write(tmp_path, 1)
+    part = folder.prepare(tmp_path, 2)
+    (part / "data").write_text("tensors")
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (path / "data").unlink())
+    folder.prepare(tmp_path, 3)
+    with pytest.raises(OSError):
+        folder.commit(tmp_path, 2, {"tensors": {}, "aliases": {}, "optimizer": "AdamW"}, {}, keep=1)
+    assert folder.find(tmp_path).name == "step-00000001" and is_whole(folder.find(tmp_path))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -20,10 +23,10 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 import autoptd
 from autoptd.api import Parallel
-from autoptd.checkpoint import dcp
+from autoptd.checkpoint import dcp, folder
 from autoptd.checkpoint.folder import PROGRESS, find
 from autoptd.checkpoint.restore import restore
-from autoptd.errors import CheckpointError
+from autoptd.errors import CheckpointError, RuntimeFault
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
@@ -362,3 +365,64 @@ def test_replacing_what_an_equal_model_saved_is_no_secret(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second.save(tmp_path)
+
+
+def test_a_load_that_ends_within_is_taken_again_before_training(tmp_path: Path) -> None:
+    class Refuses:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("of another version")
+
+    first, second = made(), made()
+    step(first)
+    first.save(tmp_path, others={"rates": Refuses()})
+    with pytest.raises(KeyError):
+        second.load(tmp_path, others={"rates": Refuses()})
+    for call in (step, Parallel.state_dict, lambda parallel: parallel.save(tmp_path)):
+        with pytest.raises(RuntimeFault, match="or a load: some are new"):
+            call(second)
+    with pytest.warns(UserWarning, match="rates"):
+        second.load(tmp_path)
+    assert torch.equal(step(second), step(first))
+
+
+def test_a_run_that_does_not_resume_leaves_checkpoints_of_others(tmp_path: Path) -> None:
+    for name, expected in (("old", ["step-00000001"]), ("new", ["step-00000001", "step-00000001.1"])):
+        script = f"""
+import warnings
+from pathlib import Path
+from tests.checkpoint.test_session import made, step
+parallel = made()
+step(parallel)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    parallel.save(Path({str(tmp_path)!r}), keep=1)
+assert any("1 checkpoint(s) of another run" in str(each.message) for each in said) == ({name!r} == "new"), said
+"""
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *expected]
+
+
+def test_a_writer_goes_on_though_its_save_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save, as of a script that caught Ctrl-C, waits for it."""
+    parallel, commit, goes_on, calls = made(), folder.commit, threading.Event(), list[int]()
+
+    def interrupting(root: Path, number: int, *rest: Any) -> Path:
+        calls.append(number)
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            goes_on.wait(10)
+        return commit(root, number, *rest)
+
+    monkeypatch.setattr(folder, "commit", interrupting)
+    step(parallel)
+    with pytest.raises(KeyboardInterrupt):
+        parallel.save(tmp_path)
+    step(parallel)
+    threading.Timer(0.2, goes_on.set).start()
+    parallel.save(tmp_path)
+    assert calls == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]

@@ -157,6 +157,38 @@ def test_samplers_that_take_other_samples_are_refused(fix: dict[str, Any], name:
             assert "rank 0: 8 samples, shuffled by seed 0" in said and "rank 1: " in said
 
 
+@pytest.mark.parametrize("how", ["peeks", "resumes", "goes on"])
+@pytest.mark.parametrize("fix", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_samplers_at_other_places_are_refused(fix: dict[str, Any], how: str) -> None:
+    parallel = made(**fix)
+    values = parallel.initial_values()
+
+    def body(c: Communicators) -> list[str]:
+        mine, said = copy.copy(parallel), list[str]()
+        mine._samplers = WeakSet()
+        mine.start(c, values)
+        share = {"input": torch.ones(4 // mine.dp_size, 8, dtype=torch.float64)}
+        sampler = mine.sampler(12)
+        if c.rank == 1 and how == "peeks":
+            next(iter(sampler))
+        if c.rank == 1 and how == "resumes":
+            sampler.start_at(1)
+        for _ in range(2):
+            for _ in sampler:
+                try:
+                    mine.train_step(share)
+                except InputsError as error:
+                    said.append(str(error))
+                    sampler.start_at(mine.step)
+                    break
+        return said
+
+    for said in run_lockstep(parallel.layout.mesh, body):
+        assert len(said) == (how != "goes on")
+        assert all("rank 0: 12 samples, shuffled by seed 0, from step 0\n" in each for each in said)
+        assert all("rank 1: 12 samples, shuffled by seed 0, from step 1\n" in each for each in said)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (4099,), (96, 64)], ids=str)
 def test_any_other_element_is_another_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from autoptd.layout.mesh import Mesh
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.search.planner import Planner
 from autoptd.testing.process_pool import ProcessPool
+from tests.forked_ranks import run_script
 
 pytestmark = pytest.mark.ranks
 WORLD, WIDTH = 3, 16
@@ -161,3 +163,38 @@ def asked_apart(c: Communicators, first: dict[str, Any], other: dict[str, Any]) 
     except AutoptdError as error:
         return type(error).__name__, str(error)
     return type(made).__name__, ""
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import autoptd
+
+rank = os.environ["RANK"]
+
+def loss(out):
+    if rank == sys.argv[1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return out.square().mean()
+
+try:
+    autoptd.parallelize(
+        torch.nn.Linear(4, 4), inputs={"input": torch.zeros(2, 4)}, loss=loss, batch=4, precision="fp32", fix={"dp": 2}
+    )
+except autoptd.errors.RuntimeFault as error:
+    Path(f"said of {rank}").write_text(str(error))
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_before_training_is_not_waited_for(
+    killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(KILLED)
+    run_script(2, tmp_path / "script.py", str(killed), limit_s=60)
+    said = (tmp_path / f"said of {1 - killed}").read_text()
+    expected = "store of the process group cannot be read", "rank 1 was killed, or crashed: its process is gone"
+    assert expected[killed] in said
+    assert f"rank {1 - killed}, waiting for" in said or killed
