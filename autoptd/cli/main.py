@@ -36,7 +36,19 @@ from autoptd.cli.arguments import (
 from autoptd.cli.costs import add_cost_arguments
 from autoptd.cli.explain import add_report_arguments, run_compare, run_explain, run_report
 from autoptd.cli.fault import internal_error, show_traceback
-from autoptd.cli.output import error_data, model_of, print_json, progress_of, readable_warnings, show, width
+from autoptd.cli.output import (
+    OutputError,
+    drop_output,
+    error_data,
+    flush,
+    model_of,
+    print_json,
+    progress_of,
+    readable_warnings,
+    show,
+    usable_streams,
+    width,
+)
 from autoptd.cli.plan import run_plan
 from autoptd.cli.verify import add_arguments as add_verify_arguments
 from autoptd.cli.verify import run_verify
@@ -56,18 +68,24 @@ _ALL_HELP = "show every stage, activation and op"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    usable_streams()
     atexit.register(gc.freeze)  # without it, Python's last garbage collection at exit takes 1.5 s
     try:
         arguments = _parser().parse_args(argv)
         code = _run(arguments)
-        sys.stdout.flush()
+        flush()
         return code
+    except OutputError as error:
+        show_traceback(error)
+        drop_output()
+        _report(error, as_json=False)
+        return BAD
     except AutoptdError as error:
         show_traceback(error)
         _report(error, as_json="--json" in argv)
         return NO if isinstance(error, DoesNotFit) else BAD
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return DONE
     except KeyboardInterrupt:
         show("autoptd: interrupted", on_error=True)
@@ -91,7 +109,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _report(error: AutoptdError, *, as_json: bool) -> None:
     if as_json:
-        print_json({"error": error_data(error)})
+        try:
+            print_json({"error": error_data(error)})
+            flush()
+        except OSError:  # the exit code says it
+            drop_output()
     else:
         show(f"autoptd: {error}", on_error=True)
 
