@@ -42,9 +42,11 @@ from autoptd.cli.output import (
     error_data,
     flush,
     model_of,
+    own_output,
     print_json,
     progress_of,
     readable_warnings,
+    reports,
     show,
     usable_streams,
     width,
@@ -100,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Return the command's exit code. Raises InternalError if the model's own code calls sys.exit."""
     try:
-        with without_collector(), readable_warnings():
+        with without_collector(), readable_warnings(), own_output():
             code: int = arguments.run(arguments)
             return code
     except SystemExit as error:
@@ -211,7 +213,7 @@ def _list(table: dict[str, str], *, as_json: bool) -> None:
         return
     column = max(map(len, table)) + 2
     for name, text in table.items():
-        lines = textwrap.wrap(text, width() - column) if sys.stdout.isatty() else [text]
+        lines = textwrap.wrap(text, width() - column) if reports().isatty() else [text]
         show(f"{name:{column}}" + f"\n{'':{column}}".join(lines))
 
 

@@ -11,9 +11,9 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from autoptd.cli.arguments import UsageError
 from autoptd.errors import AutoptdError
@@ -65,18 +65,41 @@ def show(text: str, *, on_error: bool = False) -> None:
             sys.stderr.flush()
         return
     with _written():
-        sys.stdout.write(text)
+        reports().write(text)
 
 
 def flush() -> None:
     """Write what standard output holds back. Raises what `show` raises."""
     with _written():
-        sys.stdout.flush()
+        reports().flush()
 
 
 def drop_output() -> None:
     """Have Python lose what standard output still holds, instead of failing with it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), reports().fileno())
+
+
+class OfOthers:
+    """Standard output for code that is not ours, such as a model's: standard error takes what it prints, since reports
+    go elsewhere: to `reports`."""
+
+    def __init__(self, reports: TextIO) -> None:
+        self.reports = reports
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
+@contextmanager
+def own_output() -> Iterator[None]:
+    """Keep standard output for `show`: with `--json` it is one value, whatever a model prints."""
+    with redirect_stdout(cast("TextIO", OfOthers(reports()))):
+        yield
+
+
+def reports() -> TextIO:
+    """Return the stream of reports: standard output."""
+    return getattr(sys.stdout, "reports", sys.stdout)
 
 
 @contextmanager
@@ -125,7 +148,7 @@ def error_data(error: AutoptdError) -> dict[str, Any]:
 
 def width() -> int:
     """Return the width of a report: that of the terminal, between 40 and 140; 100 if standard output is no terminal."""
-    return max(40, min(140, shutil.get_terminal_size((100, 24)).columns)) if sys.stdout.isatty() else 100
+    return max(40, min(140, shutil.get_terminal_size((100, 24)).columns)) if reports().isatty() else 100
 
 
 def model_of(given: str | None, planned: str) -> str:

@@ -410,3 +410,34 @@ def test_characters_that_the_output_lacks_are_written_in_ascii(tmp_path: Path):
     assert not full.isascii() and found.stdout.isascii()
     assert full.splitlines()[0].replace("×", "x") == found.stdout.splitlines()[0]
     assert run_shell(tmp_path, "autoptd plan --help", PYTHONIOENCODING="ascii", PYTHONUTF8="0").returncode == 0
+
+
+PRINTS = """
+import torch
+print("imported")
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        print("made")
+        self.a = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        print("run")
+        return self.a(x).pow(2).mean()
+
+    def example_inputs(self, batch, seq):
+        return {"x": torch.empty(batch, 4)}
+"""
+
+
+def test_what_a_model_prints_is_not_in_the_report(tmp_path: Path):
+    (tmp_path / "talkative.py").write_text(PRINTS)
+    words = "talkative:Model --world 2 --cluster dgx-h100"
+    found = run_shell(tmp_path, f"autoptd plan {words} --json -o made.json")
+    assert json.loads(found.stdout)["world"] == 2
+    assert set(found.stderr.split()) >= {"imported", "made", "run"}
+    plain = run_shell(tmp_path, f"autoptd plan {words}")
+    assert plain.stdout.startswith("Model on 2 ×")
+    checked = run_shell(tmp_path, "autoptd verify made.json --model talkative:Model --json")
+    assert checked.returncode == 0 and json.loads(checked.stdout), checked.stderr
