@@ -247,6 +247,8 @@ class _Graph:
         """Split a factor of an op; return the op if it needs the factor whole."""
         given = operands(node)
         here, there = places[: len(given)], places[len(given) :]
+        if any(place is not None and not isinstance(place.outer, int) for place in places):
+            return node  # within a dim of samples, whose number varies: no slice of it is the factor's
         width.parts = math.gcd(width.parts, size // count)
         for operand, place in zip(given, here, strict=True):
             if place is not None and tensor_name(operand) not in carried:
