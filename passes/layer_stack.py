@@ -17,6 +17,7 @@ from autoptd.errors import PlanError
 from autoptd.text import ranges
 
 _LAYER = re.compile(r"^(?P<stack>(?:(?!\d+\.)[^.{}]+\.)*)(?P<index>\d+)(?=\.|$)")
+_JOINED = re.compile(r"^(?P<stack>(?:(?!\d+\.)[^.{}]+\.)*)\{(?P<parts>.*)\}$")  # a segment in several layers: h.{0,1}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ def layer_stack(segments: Sequence[str], model: str, where: str, fix: str) -> La
     stacks = Counter(m["stack"] for m in found if m)
     if not stacks:
         raise PlanError(f"no layers are found in {model}: no segment has a name like layers.0", where=where, fix=fix)
-    numbers = {stack: {int(m["index"]) for m in found if m and m["stack"] == stack} for stack in stacks}
+    joined = [layer for name in segments for layer in _joined(name)]
+    own = {stack: {int(m["index"]) for m in found if m and m["stack"] == stack} for stack in stacks}
+    numbers = {stack: own[stack] | {index for of, index in joined if of == stack} for stack in stacks}
     several = sorted(stack for stack in stacks if len(numbers[stack]) > 1)
     if len(several) > 1:
         names = ", ".join(stack.rstrip(".") for stack in several)
@@ -59,7 +62,20 @@ def layer_stack(segments: Sequence[str], model: str, where: str, fix: str) -> La
         raise PlanError(
             f"the layers of {model} are not numbered consecutively from 0: {ranges(known)}", where=where, fix=fix
         )
+    if inside := sorted(numbers[stack] - own[stack]):
+        raise PlanError(
+            f"layer {inside[0]} of {model} has no segment of its own: its ops are joined with those of other layers",
+            where=where,
+            fix=fix,
+        )
     return LayerStack(stack.rstrip("."), max(known) + 1, _owners(indices, max(known) + 2))
+
+
+def _joined(segment: str) -> list[tuple[str, int]]:
+    """Return the layers, each as (stack, number), of a segment that is in several: `h.{0,1}`."""
+    found = _JOINED.match(segment)
+    heads = [part.partition(".")[0] for part in found["parts"].split(",")] if found else []
+    return [(found["stack"], int(head)) for head in heads if found and head.isdecimal()]
 
 
 def _owners(indices: Sequence[int | None], after: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import autoptd.api
 from autoptd.compile.traced import TracedModel
-from autoptd.cost_models.cluster import Cluster
+from autoptd.cost_models.cluster import Cluster, Pool
 from autoptd.cost_models.memory import HEADROOM
 from autoptd.errors import InputsError
 from autoptd.passes.trace.traced import SEQUENCE
@@ -77,9 +77,17 @@ class PlanQuery:
         return self if limit_s == math.inf else replace(self, options={**self.options, "time_limit_s": limit_s})
 
     def with_memory(self, nbytes: int) -> PlanQuery:
-        """Return the query for devices with `nbytes` of memory."""
-        device = self.cluster.device.model_copy(update={"memory_bytes": nbytes})
-        return replace(self, cluster=self.cluster.model_copy(update={"device": device}))
+        """Return the query for devices with `nbytes` of memory; other types have no more if these are fewer than now,
+        else no less."""
+
+        def limited(part: Cluster | Pool, memory_bytes: int) -> dict[str, Any]:
+            return {"device": part.device.model_copy(update={"memory_bytes": memory_bytes})}
+
+        of_both = min if nbytes < self.cluster.device.memory_bytes else max
+        pools = self.cluster.others
+        others = [pool.model_copy(update=limited(pool, of_both(pool.device.memory_bytes, nbytes))) for pool in pools]
+        changes = {**limited(self.cluster, nbytes), "others": tuple(others)}
+        return replace(self, cluster=self.cluster.model_copy(update=changes))
 
 
 def with_seq(traced: TracedModel, seq: int) -> TracedModel:

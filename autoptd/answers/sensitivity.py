@@ -15,7 +15,7 @@ from autoptd.answers.in_processes import answered
 from autoptd.answers.query import PlanQuery
 from autoptd.answers.reprice import step_time_on
 from autoptd.answers.sweep import reason
-from autoptd.cost_models.cluster import Cluster, Device, Link
+from autoptd.cost_models.cluster import Cluster, Device, Link, Pool
 from autoptd.errors import DoesNotFit
 from autoptd.explain.choices import changes, short
 from autoptd.explain.tables import WIDTH, columns, render, seconds, section
@@ -99,12 +99,18 @@ def _faster(level: Link, factor: float) -> Link:
 
 
 def _with_device(cluster: Cluster, update: Callable[[Device], dict[str, Any]]) -> Cluster:
-    return cluster.model_copy(update={"device": cluster.device.model_copy(update=update(cluster.device))})
+    """Return the cluster with every type of device changed."""
+
+    def changed(part: Cluster | Pool) -> dict[str, Any]:
+        return {"device": part.device.model_copy(update=update(part.device))}
+
+    others = tuple(pool.model_copy(update=changed(pool)) for pool in cluster.others)
+    return cluster.model_copy(update={**changed(cluster), "others": others})
 
 
 def _peaks(device: Device, factor: float) -> Any:
     peaks = device.matmul_flops_per_s
-    return peaks.model_copy(update={name: getattr(peaks, name) * factor for name in type(peaks).model_fields})
+    return peaks.model_copy(update={name: rate and rate * factor for name, rate in peaks})  # None: no such products
 
 
 def sensitivity(query: PlanQuery, chosen: Plan, progress: Progress | None = None) -> list[Reaction]:
@@ -120,7 +126,10 @@ def _reaction(query: PlanQuery, chosen: Plan, what: str, factor: float, cluster:
         best = query.with_changes(cluster=cluster).plan()
     except DoesNotFit as error:
         best = error
-    fits = max(query.device_bytes(chosen)) <= cluster.device.memory_bytes
+    there = chosen.model_copy(update={"cluster": cluster})
+    devices = (there.device_of(there.route.stages_of(rank)[0]) for rank in range(there.mesh.pp))
+    needed = query.device_bytes(chosen)
+    fits = all(nbytes <= device.memory_bytes for nbytes, device in zip(needed, devices, strict=True))
     chosen_s = step_time_on(chosen, query.traced, cluster) if fits else None
     return Reaction(what, factor, chosen, best, chosen_s)
 

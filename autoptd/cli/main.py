@@ -36,7 +36,21 @@ from autoptd.cli.arguments import (
 from autoptd.cli.costs import add_cost_arguments
 from autoptd.cli.explain import add_report_arguments, run_compare, run_explain, run_report
 from autoptd.cli.fault import internal_error, show_traceback
-from autoptd.cli.output import error_data, model_of, print_json, progress_of, readable_warnings, show, width
+from autoptd.cli.output import (
+    OutputError,
+    drop_output,
+    error_data,
+    flush,
+    model_of,
+    own_output,
+    print_json,
+    progress_of,
+    readable_warnings,
+    reports,
+    show,
+    usable_streams,
+    width,
+)
 from autoptd.cli.plan import run_plan
 from autoptd.cli.verify import add_arguments as add_verify_arguments
 from autoptd.cli.verify import run_verify
@@ -56,18 +70,24 @@ _ALL_HELP = "show every stage, activation and op"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    usable_streams()
     atexit.register(gc.freeze)  # without it, Python's last garbage collection at exit takes 1.5 s
     try:
         arguments = _parser().parse_args(argv)
         code = _run(arguments)
-        sys.stdout.flush()
+        flush()
         return code
+    except OutputError as error:
+        show_traceback(error)
+        drop_output()
+        _report(error, as_json=False)
+        return BAD
     except AutoptdError as error:
         show_traceback(error)
         _report(error, as_json="--json" in argv)
         return NO if isinstance(error, DoesNotFit) else BAD
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return DONE
     except KeyboardInterrupt:
         show("autoptd: interrupted", on_error=True)
@@ -82,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Return the command's exit code. Raises InternalError if the model's own code calls sys.exit."""
     try:
-        with without_collector(), readable_warnings():
+        with without_collector(), readable_warnings(), own_output():
             code: int = arguments.run(arguments)
             return code
     except SystemExit as error:
@@ -91,7 +111,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _report(error: AutoptdError, *, as_json: bool) -> None:
     if as_json:
-        print_json({"error": error_data(error)})
+        try:
+            print_json({"error": error_data(error)})
+            flush()
+        except OSError:  # the exit code says it
+            drop_output()
     else:
         show(f"autoptd: {error}", on_error=True)
 
@@ -189,7 +213,7 @@ def _list(table: dict[str, str], *, as_json: bool) -> None:
         return
     column = max(map(len, table)) + 2
     for name, text in table.items():
-        lines = textwrap.wrap(text, width() - column) if sys.stdout.isatty() else [text]
+        lines = textwrap.wrap(text, width() - column) if reports().isatty() else [text]
         show(f"{name:{column}}" + f"\n{'':{column}}".join(lines))
 
 

@@ -58,9 +58,11 @@ def answer_notes(source: TracedModel, answer: Answer) -> list[str]:
     notes += _context_notes(source, answer)
     notes += _expert_notes(answer)
     waits = "; splits are chosen as if no segment waited for the host, as some do: others may be a few percent faster"
+    sends = "; splits are chosen as if messages between stages took no time: others, that send less, may be faster"
     notes.append(
         f"{answer.considered} configurations considered, {answer.visited} partitioned into stages; "
-        f"by this cost model none is faster by more than {answer.gap:.1%}{waits * _waits_for_host(answer.staged)}"
+        f"by this cost model none is faster by more than {answer.gap:.1%}"
+        f"{waits * _waits_for_host(answer.staged)}{sends * _sends_whole(answer.staged)}"
     )
     return notes
 
@@ -75,6 +77,14 @@ def _waits_for_host(staged: Staged) -> bool:
             total_s += count * work_s(device, works)
             waiting_s += count * (work_s(device, works) - work_s(at_once, works))
     return staged.candidate.tp > 1 and waiting_s >= 0.01 * total_s
+
+
+def _sends_whole(staged: Staged) -> bool:
+    """Return whether stages send tensors that all tp ranks have whole, in 1 % of the passes' time or more: other splits
+    may send parts."""
+    crossing, passes_s = staged.chunks.messages.crossing, sum(s.forward_s + s.backward_s for s in staged.stages)
+    whole = any(crossing[first][0][0] for first, _ in staged.solution.boundaries[1:])
+    return staged.candidate.tp > 1 and whole and sum(map(sum, staged.sends_s)) >= 0.01 * passes_s
 
 
 def update_notes(source: TracedModel) -> list[str]:

@@ -11,7 +11,7 @@ from autoptd.cost_models.step_times import PRICED, ChunkTimes, Overlap, StageTim
 from autoptd.cost_models.timeline import Timeline
 from autoptd.errors import PlanError
 from autoptd.explain.costs import AS_STATED, CostQuestion, TrainingCost, cost_lines
-from autoptd.explain.tables import seconds, stage_axes
+from autoptd.explain.tables import columns, render, seconds, stage_axes
 from autoptd.plans.data import PlanData
 from autoptd.schedule import Schedule, StageMap, chunks_of, in_flight, route_of, row_of, step_lists, text
 from autoptd.text import wrapped
@@ -154,7 +154,7 @@ def report(
         f"exposed on the busiest stage, {timeline.critical}: {exposed}",
     ]
     costed = cost_lines(simulated_cost(plan, timeline, costs))
-    lines = [*(wrapped(line, width) for line in (*headline, *costed)), "", *_table(schedule, timeline, streams)]
+    lines = [*(wrapped(line, width) for line in (*headline, *costed)), "", *_table(schedule, timeline, streams, width)]
     if drawn := picture(timeline, width):
         lines += ["", *drawn]
     return "\n".join(lines) + "\n"
@@ -170,19 +170,18 @@ def action_lines(schedule: Schedule, width: int) -> list[str]:
     return lines
 
 
-def _table(schedule: Schedule, timeline: Timeline, streams: Mapping[str, str]) -> list[str]:
+def _table(schedule: Schedule, timeline: Timeline, streams: Mapping[str, str], width: int) -> list[str]:
     parts = [timeline.breakdown_s(rank) for rank in range(len(schedule))]
-    rows = [["stage", "busy", *(streams.get(name, name) for name in parts[0]), "in flight"]] + [
-        [
+    names = "stage", "busy", *(streams.get(name, name) for name in parts[0]), "in flight"
+    table = columns(*(f"{name}>" for name in names))
+    for rank, part in enumerate(parts):
+        table.add_row(
             str(rank),
             f"{timeline.busy_s[rank] / timeline.makespan_s:.1%}" if timeline.makespan_s else "-",
             *(_time(value) for value in part.values()),
             "+".join(map(str, in_flight(schedule[rank]))),
-        ]
-        for rank, part in enumerate(parts)
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        )
+    return render([table], width).splitlines()
 
 
 def _count(number: int, noun: str) -> str:

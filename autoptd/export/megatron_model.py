@@ -42,6 +42,8 @@ def _gpt2(config: Any) -> Iterator[Argument]:
     yield "--normalization", "LayerNorm"
     yield "--norm-epsilon", f"{config.layer_norm_epsilon:g}"
     yield from _dropouts(config.attn_pdrop, config.resid_pdrop)
+    if config.activation_function == "gelu":
+        yield "--no-bias-gelu-fusion", ""  # its fused gelu is the tanh form
     if not config.tie_word_embeddings:
         yield "--untie-embeddings-and-output-weights", ""
 

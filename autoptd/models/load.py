@@ -20,7 +20,7 @@ from autoptd.cost_models.complaints import quoted, read_json, read_text
 from autoptd.errors import ModelError, nearest
 from autoptd.models.downloaded import check_config, contained, file_of
 from autoptd.models.hub import cached_folder, hub_name, is_hub_id
-from autoptd.models.own_code import USER_ERRORS, first_line, place_of
+from autoptd.models.own_code import USER_ERRORS, first_line, place_of, remedy_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -176,7 +176,8 @@ def load_inputs(name: str) -> dict[str, Any]:
     try:
         made = build()
     except USER_ERRORS as error:
-        raise ModelError(f"{name} failed: {first_line(error)}", where=place_of(error)) from error
+        what = f"{name} failed: {first_line(error)}"
+        raise ModelError(what, where=place_of(error), fix=remedy_of(error)) from error
     if not isinstance(made, dict):
         fix = "return {'name': tensor, …} as forward takes them"
         raise ModelError(f"{name} returned {type(made).__name__}, not a mapping of tensors", where=name, fix=fix)
@@ -193,7 +194,8 @@ def _from_callable(name: str, device: str) -> nn.Module:
             with torch.device(device):
                 model = build()
         except USER_ERRORS as error:
-            raise ModelError(f"{name} failed: {first_line(error)}", where=place_of(error)) from error
+            what = f"{name} failed: {first_line(error)}"
+            raise ModelError(what, where=place_of(error), fix=remedy_of(error)) from error
     if not isinstance(model, torch.nn.Module):
         fix = "return the nn.Module to be planned"
         raise ModelError(f"{name} returned {type(model).__name__}, not an nn.Module", where=name, fix=fix)
@@ -202,15 +204,20 @@ def _from_callable(name: str, device: str) -> nn.Module:
 
 def _find_callable(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
+    if not module_name:
+        raise ModelError(
+            f"cannot import '': {name!r} names no module", where=name, fix="name a function of a Python file"
+        )
     file, imported = Path(module_name), _module_of(name)[1]
     try:
         module = importlib.import_module(imported)
     except USER_ERRORS as error:
         what = f"cannot import {module_name!r}: {first_line(error)}"
         missing = isinstance(error, ModuleNotFoundError) and error.name in (imported, imported.partition(".")[0])
-        where = name if missing else place_of(error)
+        if not missing:
+            raise ModelError(what, where=place_of(error), fix=remedy_of(error)) from error
         fix = f"run in the folder of {module_name}, or " + ("name the whole path" if file.suffix else "install it")
-        raise ModelError(what, where=where, fix=fix) from error
+        raise ModelError(what, where=name, fix=fix) from error
     taken = getattr(module, "__file__", None) or "Python itself"
     if file.suffix == ".py" and file.is_file() and not (Path(taken).is_file() and file.samefile(taken)):
         what = f"{module_name!r} has the name of another module, of {taken}"

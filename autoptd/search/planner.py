@@ -38,7 +38,6 @@ class Planner:
     def answer(self) -> Answer:
         """Search. Raises PlanError for impossible constraints, DoesNotFit where nothing fits."""
         possible = self.candidates()
-        self.costs.splitter.check_heads()
         options = self.costs.variants.promising(possible)
         with self.progress.stage(f"search {len(options)} ways to run on {self.task.world} devices"):
             bound_s = self.visit.run(options)

@@ -230,7 +230,8 @@ def _new_highs() -> Any:
     it would precede the JSON of a plan."""
     import highspy
 
-    sys.stdout.flush()
+    if sys.stdout is not None:  # as of a process without a terminal
+        sys.stdout.flush()
     try:
         kept = os.dup(1)
     except OSError:  # there is no standard output

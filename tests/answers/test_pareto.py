@@ -11,6 +11,7 @@ from autoptd.answers.query import PlanQuery
 from autoptd.answers.reprice import step_time_on
 from autoptd.answers.sensitivity import FACTORS, Reaction, sensitivity, sensitivity_text, variants
 from autoptd.compile.traced import TracedModel
+from autoptd.cost_models.cluster import Cluster, Pool
 from autoptd.cost_models.memory import MOST_MEASURED
 from autoptd.errors import DoesNotFit
 from autoptd.plans.model import Plan
@@ -99,6 +100,46 @@ def test_variants_change_one_thing():
     assert made["matmul rate"].device.matmul_flops_per_s.bf16 == cluster.device.matmul_flops_per_s.bf16 / 2
     assert made["memory bandwidth"].device.memory_bytes_per_s == cluster.device.memory_bytes_per_s / 2
     assert all(variant(1.0) == cluster for variant in variants(cluster).values())
+
+
+def test_variants_change_all_types_of_device():
+    """An A100 has no products in fp8, whose rate is none however it is scaled."""
+    cluster = of_two_types()
+    made = {name: variant(0.5) for name, variant in variants(cluster).items()}
+    assert made["matmul rate"].device.matmul_flops_per_s.fp8 == cluster.device.matmul_flops_per_s.fp8 / 2
+    (other,), (own,) = made["matmul rate"].others, cluster.others
+    assert other.device.matmul_flops_per_s.fp8 is None
+    assert other.device.matmul_flops_per_s.bf16 == own.device.matmul_flops_per_s.bf16 / 2
+    assert made["device memory"].others[0].device.memory_bytes == own.device.memory_bytes // 2
+    assert all(variant(1.0) == cluster for variant in variants(cluster).values())
+
+
+def test_a_plan_on_two_types_of_device_fits_if_each_holds_its_stages(traced: TracedModel):
+    """Stages of the larger type may hold more than the smaller type has."""
+    fix = {"pp": 2, "tp": 1, "micro": 48, "recompute": "none"}
+    asked = PlanQuery(traced, 8, of_two_types(small=3), 384, fix)
+    plan = asked.plan()
+    needed, large = asked.device_bytes(plan), asked.cluster.device.memory_bytes
+    assert min(memory_of_ranks(plan)) < max(needed) <= large
+    rows = {(row.what, row.factor): row for row in sensitivity(asked, plan)}
+    fits = all(n <= 0.8 * b for n, b in zip(needed, memory_of_ranks(plan), strict=True))
+    assert rows["matmul rate", 0.8].chosen_s is not None
+    assert (rows["device memory", 0.8].chosen_s is not None) == fits
+    less = asked.with_memory(2**30).cluster
+    assert (less.device.memory_bytes, less.others[0].device.memory_bytes) == (2**30, 2**30)
+    more = asked.with_memory(100 * 2**30).cluster
+    assert (more.device.memory_bytes, more.others[0].device.memory_bytes) == (100 * 2**30, 100 * 2**30)
+
+
+def of_two_types(small: int = 40) -> Cluster:
+    """Make a cluster of H100, and four A100 with this many GiB, which come second."""
+    first, second = nodes_of_four(), Cluster.of("A100-SXM4-80GB", 4, 450e9, 25e9).device
+    other = second.model_copy(update={"memory_bytes": small * 2**30, "context_bytes": 0})
+    return first.model_copy(update={"others": (Pool(device=other, ranks=4),)})
+
+
+def memory_of_ranks(plan: Plan) -> list[int]:
+    return [plan.device_of(plan.route.stages_of(rank)[0]).memory_bytes for rank in range(plan.mesh.pp)]
 
 
 def test_slower_links_between_nodes_change_what_hangs_on_them(asked: PlanQuery):

@@ -373,3 +373,71 @@ def test_a_reader_that_leaves_is_no_error(lines: int, tmp_path: Path):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def run_shell(tmp_path: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line of bash on a plan, `autoptd` being this one."""
+    sample_plan().save(tmp_path / "plan.json")
+    script = f'autoptd() {{ "{sys.executable}" -m autoptd.cli.main "$@"; }}\ncd "{tmp_path}"\n{command}\n'
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2]), **variables}
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("autoptd explain plan.json >&-", 0),
+        ("autoptd explain no.json 2>&-", 2),
+        ("autoptd explain plan.json > /dev/full", 2),
+        ("autoptd explain plan.json --json > /dev/full", 2),
+        ("autoptd explain no.json --json > /dev/full", 2),
+        ("autoptd explain no.json --json | true; exit ${PIPESTATUS[0]}", 2),
+        ("autoptd explain no.json 2>&1 | true; exit ${PIPESTATUS[0]}", 2),
+        ("autoptd explain plan.json --all | true; exit ${PIPESTATUS[0]}", 0),
+    ],
+)
+def test_an_output_that_takes_nothing_changes_no_answer(tmp_path: Path, command: str, code: int):
+    found = run_shell(tmp_path, command)
+    assert (found.returncode, "Traceback" in found.stderr, "ignored" in found.stderr) == (code, False, False)
+    if "full" in command and "no.json" not in command:
+        assert found.stderr.startswith("autoptd: cannot write to standard output: No space left on device\n")
+
+
+def test_characters_that_the_output_lacks_are_written_in_ascii(tmp_path: Path):
+    full = run_shell(tmp_path, "autoptd explain plan.json").stdout
+    found = run_shell(tmp_path, "autoptd explain plan.json", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert not full.isascii() and found.stdout.isascii()
+    assert full.splitlines()[0].replace("×", "x") == found.stdout.splitlines()[0]
+    assert run_shell(tmp_path, "autoptd plan --help", PYTHONIOENCODING="ascii", PYTHONUTF8="0").returncode == 0
+
+
+PRINTS = """
+import torch
+print("imported")
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        print("made")
+        self.a = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        print("run")
+        return self.a(x).pow(2).mean()
+
+    def example_inputs(self, batch, seq):
+        return {"x": torch.empty(batch, 4)}
+"""
+
+
+def test_what_a_model_prints_is_not_in_the_report(tmp_path: Path):
+    (tmp_path / "talkative.py").write_text(PRINTS)
+    words = "talkative:Model --world 2 --cluster dgx-h100"
+    found = run_shell(tmp_path, f"autoptd plan {words} --json -o made.json")
+    assert json.loads(found.stdout)["world"] == 2
+    assert set(found.stderr.split()) >= {"imported", "made", "run"}
+    plain = run_shell(tmp_path, f"autoptd plan {words}")
+    assert plain.stdout.startswith("Model on 2 ×")
+    checked = run_shell(tmp_path, "autoptd verify made.json --model talkative:Model --json")
+    assert checked.returncode == 0 and json.loads(checked.stdout), checked.stderr

@@ -14,7 +14,7 @@ from autoptd.cli.arguments import SCHEDULE_KINDS
 from autoptd.cost_models.simulate import simulate
 from autoptd.cost_models.step_times import ChunkTimes, Overlap, StageTimes, times_to_data
 from autoptd.errors import PlanError
-from autoptd.explain.timeline import _cut_again, chunk_times, picture
+from autoptd.explain.timeline import _cut_again, chunk_times, picture, report, simulate_plan
 from autoptd.layout.execution import ExecutionOptions
 from autoptd.plans.model import Plan
 from autoptd.schedule import SCHEDULES, parse, route_of, step_lists
@@ -69,6 +69,15 @@ def test_what_it_prints(run: Run, saved: str):
     assert [line.split()[0] for line in lines[4:6]] == ["0", "1"]
     assert lines[7].startswith("0  F0--") and lines[8].startswith("1  ....")
     assert {len(line) for line in lines[7:9]} == {100}
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_the_table_of_many_chunks_fits(width: int):
+    plan = timed_plan()
+    schedule, timeline = simulate_plan(plan, "interleaved", 12)
+    lines = report(plan, schedule, timeline, "interleaved", width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "".join(lines).count("+") == 2 * 11, "chunks of both ranks in flight"
 
 
 def test_actions_show_where_sums_begin(run: Run, tmp_path: Path):

@@ -62,6 +62,14 @@ def test_models_without_one_stack_are_refused():
     two = ("shared", "encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1", "lm_head")
     with pytest.raises(PlanError, match=r"2 stacks of layers \(decoder.block, encoder.block\)"):
         read_layers(plan_of({}, two, mesh=MeshSizes(dp=1, tp=1, pp=1)))
+    pair = ("encoder.block.0.attn", "encoder.block.{0,1}", "decoder.block.0.attn", "decoder.block.{0,1}", "head")
+    with pytest.raises(PlanError, match=r"2 stacks of layers \(decoder.block, encoder.block\)"):
+        read_layers(plan_of({}, pair, mesh=MeshSizes(dp=1, tp=1, pp=1)))
+    with pytest.raises(PlanError, match=r"layer 1 of .+ has no segment of its own"):
+        read_layers(plan_of({}, ("h.0.attn", "h.{0,1}", "head"), mesh=MeshSizes(dp=1, tp=1, pp=1)))
+    assert (
+        read_layers(plan_of({}, ("stem.{0,1}", "h.0", "h.{0,1}", "h.1"), mesh=MeshSizes(dp=1, tp=1, pp=1))).count == 2
+    )
     with pytest.raises(PlanError, match="are not numbered consecutively from 0: 0,2"):
         read_layers(plan_of({}, ("h.0", "h.2"), mesh=MeshSizes(dp=1, tp=1, pp=1)))
 

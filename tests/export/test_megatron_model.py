@@ -73,3 +73,11 @@ def test_models_that_the_arguments_say_differ_in_nothing(family: str, options: d
 )
 def test_layers_without_experts_are_listed(options: dict[str, Any], layers: str | None) -> None:
     assert found("Qwen3Moe", {**EXPERTS, **options})[0].get("--moe-layer-freq") == layers
+
+
+@pytest.mark.parametrize(("activation", "fused"), [("gelu", False), ("gelu_new", True), ("gelu_pytorch_tanh", True)])
+def test_the_exact_gelu_is_not_fused_with_its_bias(activation: str, fused: bool) -> None:
+    """Megatron-LM's kernel for bias and gelu has the tanh form, and is the default."""
+    arguments, differs = found("GPT2", {"n_layer": 2, "activation_function": activation})
+    assert ("--no-bias-gelu-fusion" not in arguments) == fused
+    assert not differs

@@ -368,3 +368,23 @@ def test_names_that_lead_nowhere(name: str, said: str):
     with pytest.raises(ModelError) as caught:
         load_model(name)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "fix"),
+    [
+        ("x = 1\ndef f(:\n", 2, "correct the code there"),
+        ("\n\nimport no_such_package.inside\n", 3, "install no_such_package, or import it where it is used"),
+        ("raise RuntimeError('at import')\n", 1, "correct the code there"),
+        ("def f():\n    import no_such_package\n", 2, "install no_such_package, or import it where it is used"),
+    ],
+)
+def test_an_error_of_a_module_that_was_found_names_its_line(
+    code: str, line: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"broken_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    with pytest.raises(ModelError) as caught:
+        load_model(f"{name}:f")
+    assert (caught.value.where, caught.value.fix) == (f"{tmp_path / name}.py:{line}", fix)

@@ -375,6 +375,25 @@ def test_the_note_on_what_is_best_leaves_out_who_waits_for_the_host(
     assert "none is faster" in note and ("waited for the host" in note) == said
 
 
+@pytest.mark.parametrize(
+    ("rate", "fix", "said"),
+    [
+        (1e8, {"tp": 2, "sequence_parallel": False}, True),
+        (1e15, {"tp": 2, "sequence_parallel": False}, False),
+        (1e8, {"tp": 1}, False),
+    ],
+)
+def test_the_note_on_what_is_best_leaves_out_splits_that_send_less(
+    traced: autoptd.TracedModel, rate: float, fix: dict[str, Any], said: bool
+) -> None:
+    """The splits program knows no messages between stages: two splits that it weighs alike may send different bytes."""
+    levels = tuple(level.model_copy(update={"bytes_per_s": rate, "latency_s": 0.0}) for level in NODE.levels)
+    fix = {"pp": 2, "micro": 2, "kernels": "eager", **fix}
+    cluster = NODE.model_copy(update={"levels": levels})
+    note = autoptd.plan(traced, world=2 * fix["tp"], cluster=cluster, batch=8, fix=fix).notes[-1]
+    assert "none is faster" in note and ("messages between stages" in note) == said
+
+
 def test_scores_of_a_cp_rank_have_all_columns() -> None:
     """Attention written out has half the rows, so half the operations and half the bytes."""
     config = transformers.BertConfig(

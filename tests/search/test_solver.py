@@ -137,3 +137,8 @@ def test_a_solver_prints_nothing() -> None:
     code = "from autoptd.search.solver import _new_highs; _new_highs(); print('only this')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "only this\n"
+
+
+def test_a_process_without_standard_output_has_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert solver._new_highs() is not None

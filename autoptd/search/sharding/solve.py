@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
+from torch import fx
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.memory import COMPUTE_BYTES, MAIN_BYTES
@@ -46,25 +47,25 @@ class Splitter:
         self.sharded: dict[Key, Sharded | AutoptdError] = {}
         self.is_derived = False  # whether some splits were taken over from microbatches of other sizes
 
-    def check_heads(self) -> None:
-        """Raise PlanError if a tp that was asked for cannot split the attention heads."""
-        tp = self.task.constraints.mesh.get("tp", 1)
-        if tp == 1:
-            return
-        for kind, options in self._legal_for(int(tp)).items():
+    def whole_attention(self, tp: int) -> fx.Node | None:
+        """Return attention whose heads `tp` ranks cannot split, but that may be split; None if there is none."""
+        for kind, options in self._legal_for(tp).items() if tp > 1 else ():
             for i, node in ops_of(self.task.folded.representatives[kind]):
-                if self._pins.keeps(node):
-                    continue
-                if work(op_call(node)).kind == "attention" and all(s.ranks == 1 for s in options[i]):
-                    if info(node).ndim < 4:  # without a dim of heads there is none to split
-                        continue
-                    heads = info(node).shape[1]
-                    sizes = [d for d in divisors(int(heads)) if self.task.world % d == 0]
-                    raise PlanError(
-                        f"{heads} attention heads do not divide by tp {tp}",
-                        where=f"{source_line(node)}\nfix['tp']",
-                        fix=f"use tp {', '.join(map(str, sizes))}",
-                    )
+                is_whole = work(op_call(node)).kind == "attention" and all(s.ranks == 1 for s in options[i])
+                if is_whole and not self._pins.keeps(node) and info(node).ndim > 3:  # else it has no dim of heads
+                    return node
+        return None
+
+    def heads_error(self, tp: int, node: fx.Node) -> PlanError:
+        """Return the error for attention whose heads a tp cannot split."""
+        heads, fixed = info(node).shape[1], self.task.constraints.mesh
+        sizes = ", ".join(str(d) for d in divisors(int(heads)) if self.task.world % d == 0)
+        others = ", ".join(sorted(fixed))
+        return PlanError(
+            f"{heads} attention heads do not divide by tp {tp}",
+            where=f"{source_line(node)}\nfix['tp']" if "tp" in fixed else source_line(node),
+            fix=f"use tp {sizes}" if "tp" in fixed else f"fix fewer of {others}, so that tp may be one of {sizes}",
+        )
 
     def _sizes(self, cp: int) -> Mapping[sympy.Symbol, int]:
         """Return the sizes on one rank, which has its share of a sample's tokens."""

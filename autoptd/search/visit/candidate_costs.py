@@ -37,8 +37,24 @@ class CandidateCosts:
         self._blocks: dict[Hashable, dict[int, BlockCosts]] = {}
 
     def candidates(self) -> Sequence[Candidate]:
-        """Return every candidate that the constraints leave open, with the fastest splits."""
-        return candidate_space(self.task, self.method, self.known.facts.has_attention)
+        """Return every candidate that the constraints leave open, with the fastest splits.
+
+        A tp that cannot split the heads of attention is left out, unless no mesh of the world has another. Raises
+        PlanError where the constraints leave nothing else.
+        """
+        found = self._space(self.task)
+        whole = {tp: self.splitter.whole_attention(tp) for tp in {c.tp for c in found}}
+        split = [c for c in found if whole[c.tp] is None]
+        tp, node = next(((tp, node) for tp, node in sorted(whole.items()) if node is not None), (1, None))
+        if split or node is None:
+            return split
+        free = replace(self.task, constraints=replace(self.task.constraints, mesh={}))
+        if any(self.splitter.whole_attention(tp) is None for tp in {c.tp for c in self._space(free)}):
+            raise self.splitter.heads_error(tp, node)
+        return found
+
+    def _space(self, task: Task) -> Sequence[Candidate]:
+        return candidate_space(task, self.method, self.known.facts.has_attention)
 
     def solved(self, c: Candidate, alike: Alike | None = None) -> Sharded | AutoptdError:
         """Return the split tensors of a candidate, or why they cannot be split.

@@ -217,3 +217,13 @@ def test_matrices_need_no_modules():
     assert {name: found[name] for name in ("up", "scale", "down", "norm.weight")} == {
         "up": "S1", "scale": "S0", "down": "S1", "norm.weight": "B",
     }  # fmt: skip
+
+
+def test_heads_that_are_joined_with_samples_are_refused():
+    """Bloom's scores have samples and heads in one dim, of which heads are no slice."""
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    with torch.device("meta"):
+        model = transformers.BloomForCausalLM(config)
+    with pytest.raises(PlanError, match="needs it whole") as error:
+        megatron_splits(autoptd.trace(model, seq=16).folded)
+    assert "self_attention.query_key_value" in error.value.where

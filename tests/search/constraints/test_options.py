@@ -407,3 +407,23 @@ def test_mistakes_are_answered_with_one_error(shell: Any, words: list[str], said
     code, text, errors = shell(*words)
     assert (code, text) == (2, "")
     assert said in errors and errors.count("autoptd: ") == 1
+
+
+def test_a_tp_that_heads_do_not_divide_by_is_searched_only_where_no_mesh_has_another():
+    """Whatever the search finds can be fixed by hand, with the same time."""
+    with torch.device("meta"):
+        odd = autoptd.trace(NanoGPT(GPTSizes(vocab=512, max_seq=SEQ, width=96, layers=1, heads=3)), seq=SEQ)
+
+    def tps(world: int, batch: int, **fix: Any) -> set[int]:
+        constraints = read_constraints(fix)
+        task = Task(odd.folded, Cluster.load("dgx-h100"), world, batch, odd.sizes, "bf16", "adamw", constraints)
+        return {c.tp for c in Planner(task, Silent(), odd.known).space()}
+
+    assert tps(6, 6) == {1, 3}
+    with pytest.raises(PlanError, match="3 attention heads do not divide by tp 2") as refused:
+        tps(6, 6, dp=3, pp=1, cp=1)
+    assert refused.value.fix == "fix fewer of dp, pp, so that tp may be one of 1, 3"
+    assert tps(13, 1) == tps(13, 1, tp=13) == {13}, "too few samples, tokens and segments for 13 ranks"
+    found = autoptd.plan(odd, world=13, cluster="dgx-h100", batch=1)
+    fixed = autoptd.plan(odd, world=13, cluster="dgx-h100", batch=1, fix={"tp": found.mesh.tp})
+    assert fixed.predicted.step_time_s == found.predicted.step_time_s
