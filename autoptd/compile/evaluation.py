@@ -93,6 +93,8 @@ def check_evaluates(source: TracedModel) -> None:
         raise _kept()
     try:
         found = source.parted()
+    except InputsError:
+        raise
     except AutoptdError as error:
         raise InputsError(
             f"what the model computes in eval mode is unknown: {error.what}", where=error.where, fix=_LOSS_FIX

@@ -47,7 +47,7 @@ def forget_unreached(graph: fx.Graph, traced: Traced) -> None:
 def note_trained(graph: fx.Graph, traced: Traced) -> None:
     """Note, for `refuse_untrained`, a reader of each parameter to which a gradient flows from the loss."""
     for node in _reached(graph):
-        if node.op == "placeholder" and _has_gradient(node):
+        if node.op == "placeholder" and node.users and _has_gradient(node):
             node.meta[_TRAINED] = next(iter(node.users))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_map
 
-from autoptd.errors import AutoptdError, UnsupportedOp
+from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import ForwardHooks, keeping
 from autoptd.passes.graph import updated_values
 from autoptd.passes.kept.python_values import KEEPERS, Holder, Name, copied, frozen, holders, label, refill, values_of
@@ -191,8 +191,12 @@ def write_assigned_buffers(root: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
-    """Raise UnsupportedOp for an updated buffer of the loss, or one whose memory another buffer or parameter shares."""
+def refuse_updates(model: nn.Module, traced: Traced, terms: str, *, evaluating: bool) -> None:
+    """Raise an error for an updated buffer of the loss, one whose memory another buffer or parameter shares, and one
+    that is updated in eval mode.
+
+    terms: the module whose buffers are the terms of the loss.
+    """
     held = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters())}
     for arg in updated_values(traced.graph.graph):
         name = traced.buffers.get(arg)
@@ -203,6 +207,13 @@ def refuse_shared_updates(model: nn.Module, traced: Traced) -> None:
                 f"forward updates the buffer {name}, which shares its memory with {other}",
                 where=name,
                 fix="register a tensor of its own under each name, by .clone()",
+            )
+        if evaluating and not (terms and name.startswith(f"{terms}.")):
+            raise InputsError(
+                f"forward updates the buffer {name} in eval mode too: one process would go on from its new value after "
+                "an evaluation, which updates nothing here",
+                where=name,
+                fix="update it in training alone: if self.training: …",
             )
 
 
