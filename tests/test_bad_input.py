@@ -651,6 +651,11 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path:
     text = re.sub(r"(?m)^memory_bytes = .*$", "memory_bytes = 2_000_000_000", shipped, count=1)  # the device's
     text = re.sub(r"(?m)^context_bytes = .*$", "context_bytes = 1_000_000_000", text)
     (tmp_path / "small.toml").write_text(text, "utf-8")
+
+    def code_with(gib: float, *more: str) -> int:
+        (tmp_path / "small.toml").write_text(text.replace("= 2_000_000_000", f"= {round(gib * 2**30)}"), "utf-8")
+        return run_cli(capsys, *words, "--seq", "16", *more)[0]
+
     words = ["plan", "tests.test_bad_input:large", "--world", "2", "--cluster", str(tmp_path / "small.toml")]
     code, out, err = run_cli(capsys, *words, "--seq", "16", "-o", str(tmp_path / "plan.json"))
     assert (code, out) == (1, "")
@@ -662,12 +667,14 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path:
     # (8 * 12 * 1536^2 + (64 + 16) * 1536 + 17 * 1536) parameters of 2 + 4 bytes, and 12 on the host, are 1.4e9
     assert "GiB" in err and "a world of at least" not in err
     needed = float(err.split("devices of ")[1].split()[0])
-    assert 1.2 < needed < 2.5
+    assert (code_with(needed - 0.1), code_with(needed)) == (1, 0), "of the device: context and communicators included"
+    (tmp_path / "small.toml").write_text(text, "utf-8")
     code, out, err = run_cli(capsys, *words, "--seq", "16", "--fix", "offload=0", "-o", str(tmp_path / "plan.json"))
     # with 12 bytes more they are 4.1e9: five devices
     assert "a world of at least 5: parameters, gradients and optimizer state alone are 3.8 GiB" in err
     needed = float(err.split("or devices of ")[1].split()[0])
-    assert 2.5 < needed < 4.5
+    without = "--fix", "offload=0"
+    assert (code_with(0.9 * needed, *without), code_with(needed, *without)) == (1, 0)
     assert f"{needed} GiB (g2, dgx-a100-40gb, p4d, dgx-a100-80gb and 11 more)" in err, "GPUs, the smallest first"
 
 

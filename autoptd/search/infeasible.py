@@ -116,6 +116,14 @@ class Shortfall:
         """The most that any stage lacks, of its device or its host."""
         return max(*self.missing_bytes, *self.missing_host_bytes, 0.0)
 
+    def device_bytes(self, cluster: Cluster) -> float:
+        """Return the memory with which devices would hold every stage that lacks some, headroom and communicators
+        included; 0 if none does."""
+        c, pools = self.candidate, cluster.pools
+        kinds = (pools[c.pools[c.route.holder(k)] if c.pools else 0] for k in range(len(self.missing_bytes)))
+        pairs = zip(kinds, self.missing_bytes, strict=True)
+        return max((kind.device.memory_bytes + missing for kind, missing in pairs if missing > 0), default=0.0)
+
     @property
     def is_of_host(self) -> bool:
         """True if every stage fits on its device, and some host lacks memory."""
@@ -218,7 +226,8 @@ def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Colle
     free_bytes = memory.headroom * memory.cluster.device.memory_bytes
     if "headroom" not in fixed and max(closest.missing_bytes) * (1 - memory.headroom) <= free_bytes:
         remedies.append("fixing headroom to 0: then it fits as predicted, but may run out of memory")
-    needed = (closest.budget_bytes + memory.cluster.device.context_bytes) / (1 - memory.headroom)
+    if not (needed := closest.device_bytes(memory.cluster)):
+        return remedies
     shipped = [(Cluster.load(name).device, name) for name in Cluster.names()]
     alike = sorted((d.memory_bytes, name) for d, name in shipped if d.kind == memory.cluster.device.kind)
     larger = [name for size, name in alike if size >= needed]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import DoesNotFit
+from autoptd.models.nanogpt import GPTSizes, NanoGPT
 from autoptd.search.infeasible import Shortfall
 from autoptd.search.meshes import Candidate
 
@@ -28,3 +36,21 @@ def test_many_stages_are_summed_up() -> None:
     lines = str(shortfall(1.0, 2.0, 3.0, 0.0, 9.0, 4.0)).splitlines()
     assert [line.split(" (")[0] for line in lines[:3]] == ["stage 0", "stage 1", "stage 2"]
     assert lines[3:] == ["and 2 more stages, up to 9.00 GiB"]
+
+
+def test_devices_of_the_size_that_is_named_are_enough() -> None:
+    """Communicators and the context take their memory too, so that less was named than the device has."""
+    with torch.device("meta"):
+        model = NanoGPT(GPTSizes(vocab=512, max_seq=128, layers=4, heads=8, width=256))
+    traced, cluster = autoptd.trace(model, seq=128), Cluster.load("dgx-a100-40gb")
+
+    def planned(gib: float) -> autoptd.Plan:
+        device = cluster.device.model_copy(update={"memory_bytes": int(gib * GIB)})
+        on = cluster.model_copy(update={"device": device})
+        return autoptd.plan(traced, world=4, cluster=on, batch=8, fix={"pp": 1, "zero": 0})
+
+    with pytest.raises(DoesNotFit) as refused:
+        planned(2.0)
+    named = re.search(r"devices of ([\d.]+) GiB", refused.value.fix)
+    assert named is not None and float(named[1]) > 2.0
+    assert planned(float(named[1])).world == 4
