@@ -249,8 +249,6 @@ class _Graph:
         if not all(isinstance(place.outer, int) for place in places if place is not None):  # merged with samples
             return node
         here, there = places[: len(given)], places[len(given) :]
-        if any(place is not None and not isinstance(place.outer, int) for place in places):
-            return node  # within a dim of samples, whose number varies: no slice of it is the factor's
         width.parts = math.gcd(width.parts, size // count)
         for operand, place in zip(given, here, strict=True):
             if place is not None and tensor_name(operand) not in carried:
