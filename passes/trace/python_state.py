@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_map
 
@@ -191,12 +192,10 @@ def write_assigned_buffers(root: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def refuse_updates(model: nn.Module, traced: Traced, terms: str, *, evaluating: bool) -> None:
+def refuse_updates(model: nn.Module, traced: Traced, *, evaluating: bool) -> None:
     """Raise an error for an updated buffer of the loss, one whose memory another buffer or parameter shares, and one
-    that is updated in eval mode.
-
-    terms: the module whose buffers are the terms of the loss.
-    """
+    that is updated in eval mode, unless nothing reads what it held and no checkpoint has it."""
+    saved = model.state_dict(keep_vars=True)
     held = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters())}
     for arg in updated_values(traced.graph.graph):
         name = traced.buffers.get(arg)
@@ -208,13 +207,20 @@ def refuse_updates(model: nn.Module, traced: Traced, terms: str, *, evaluating: 
                 where=name,
                 fix="register a tensor of its own under each name, by .clone()",
             )
-        if evaluating and not (terms and name.startswith(f"{terms}.")):
+        if evaluating and (name in saved or _is_read(traced.graph.graph, arg)):
             raise InputsError(
                 f"forward updates the buffer {name} in eval mode too: one process would go on from its new value after "
                 "an evaluation, which updates nothing here",
                 where=name,
                 fix="update it in training alone: if self.training: …",
             )
+
+
+def _is_read(graph: fx.Graph, name: str) -> bool:
+    """Return whether an op reads the values of a placeholder; `copy` has it for its shape."""
+    node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
+    readers = (user for user in node.users if user.op != "output")
+    return any(user.target is not torch.ops.aten.copy.default or user.args[1] is node for user in readers)
 
 
 def shares_memory(x: Tensor, y: Tensor) -> bool:

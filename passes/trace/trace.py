@@ -172,7 +172,7 @@ def _traced(
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     traced = collect(program, rows, names, frozen, count, objective, exporter.branches, known is not None)
     traced.of_turns = {names[target.removeprefix("model.")]: of for target, of in of_turns.items()}
-    refuse_updates(model, traced, objective.bank, evaluating=evaluating)
+    refuse_updates(model, traced, evaluating=evaluating)
     long = any(len(shape) > 1 and (name, 1) not in fixed for name, (shape, _) in specs.items())
     if long and SEQUENCE not in traced.sizes:
         traced.length_fixed = because or "code of a library that forward calls"

@@ -364,7 +364,33 @@ POWER_METHOD = {"updating_spectral"}  # iterates in training alone
 
 @pytest.mark.parametrize("name", OFTEN)
 def test_everyday_models_are_evaluated(name: str) -> None:
-    """Models whose eval mode differs from training by dropout alone, or in nothing."""
+    """Models whose eval mode differs from training by dropout alone, or in nothing, and that update no buffer in it."""
     wrong = name in ALWAYS_DROP | POWER_METHOD
-    with pytest.raises(InputsError, match="in another way in eval mode") if wrong else nullcontext():
+    says = "in another way in eval mode" if wrong else "updates the buffer .* in eval mode too"
+    with pytest.raises(InputsError, match=says) if wrong or name in UPDATING else nullcontext():
         check_evaluates(source(name))
+
+
+class Counts(Body):
+    """A count of steps that training alone updates, and a table that every pass makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("scales", torch.ones(WIDTH, dtype=torch.float64), persistent=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        self.scales = torch.arange(x.shape[1], dtype=x.dtype) / WIDTH
+        return super().features(x * self.scales)
+
+
+def test_a_buffer_that_training_alone_updates_is_no_hindrance() -> None:
+    model = Counts()
+    par = running(model)
+    batch = {"x": X, "y": Y}
+    par.train_step(batch)
+    loss = float(par.eval_step(batch))
+    model.load_state_dict(par.state_dict())
+    assert abs(loss - plain(model, batch)) < 1e-12 and float(par.state_dict()["steps"]) == float(model.steps) == 1

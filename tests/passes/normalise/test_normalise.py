@@ -419,6 +419,31 @@ def test_writing_to_a_parameter_is_refused() -> None:
     assert "aten.add_.Tensor writes to second.weight" in refused(body)
 
 
+def copied_over(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h).sin()
+    y.copy_(h)
+    return y
+
+
+def assigned_as_a_whole(self: nn.Module, h: Tensor) -> Tensor:
+    y = self.second(h).sin()
+    y[:] = h
+    return y
+
+
+def joined_with_nothing(self: nn.Module, h: Tensor) -> Tensor:
+    return torch.cat([h, self.second(h)[:, :0]], 1)
+
+
+@pytest.mark.parametrize("body", [copied_over, assigned_as_a_whole, joined_with_nothing])
+def test_parameters_that_only_dropped_values_read_are_refused(body: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """In one process they have gradients of zeros, by which weight decay changes them."""
+    model = model_of(body)
+    model(**batch()).backward()
+    assert model.second.weight.grad is not None and not model.second.weight.grad.any()
+    assert "what is computed from second.bias, second.weight is overwritten as a whole, or empty" in refused(body)
+
+
 def test_autocast_inside_is_refused() -> None:
     def body(self: nn.Module, h: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
