@@ -437,7 +437,7 @@ def joined_with_nothing(self: nn.Module, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("body", [copied_over, assigned_as_a_whole, joined_with_nothing])
 def test_parameters_that_only_dropped_values_read_are_refused(body: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    """In one process they have gradients of zeros, by which weight decay changes them."""
+    """They have gradients of zeros in one process, and weight decay changes them."""
     model = model_of(body)
     model(**batch()).backward()
     assert model.second.weight.grad is not None and not model.second.weight.grad.any()
