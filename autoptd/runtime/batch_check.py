@@ -1,4 +1,4 @@
-"""Agreement of all ranks on the batch of a step, by seven numbers in the all-reduce that ends the step anyway.
+"""Agreement of all ranks on the batch of a step, by nine numbers in the all-reduce that ends the step anyway.
 
 Each rank checks its own batch before it communicates. A rank with a wrong batch (none, because its data loader ran
 dry; another dtype; a longer sequence) must not leave its peers waiting. It therefore runs the step with a substitute,
@@ -11,14 +11,18 @@ zeros of the planned sizes, and all ranks sum up
               0 for a rank without a sampler
     digest    digest · weight, Σ weight = 0 over a dp share    sum 0: ranks that share samples got the same ones
     shared    the same of inputs without samples, Σ over all   sum 0: all ranks got the same ones
+    repeated  digest and digest² of the samples, in the first  n · 2nd sum = (1st sum)²: all dp shares are the same,
+              step and on more than one dp rank only; else 0   and a warning says so
 
 Otherwise no rank takes the step, and all raise the InputsError of the first rank that has one. The sums are exact: a
-digest has 20 bits (an order's 16), weights are below n²/2 for the n ranks of a share, and float64 is exact up to 2^53.
+digest has 20 bits (of orders and of the first step 16), weights are below n²/2 for the n ranks of a share, and float64
+is exact up to 2^53.
 """
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +48,7 @@ from autoptd.runtime.comm.handshake import apart
 from autoptd.runtime.comm.interfaces import Communicators, all_gather_text
 
 _TEXT = 2000  # bytes of an error that other ranks receive
-NUMBERS = 7  # faults, options, order (3), digest, shared
+NUMBERS = 9  # faults, options, order (3), repeated (2), digest, shared
 _PARTS, _SEPARATOR = 3, "\x1f"  # what, where, fix
 
 
@@ -62,6 +66,10 @@ class Agreement:
         self._fault: InputsError | None = None
         self._digests = [torch.zeros((), dtype=torch.float64)] * 2
         self._options = ""  # the optimizer's and the loss scale's, in words
+        self._first_step, self._mine = (
+            mesh.dp > 1,
+            torch.zeros((), dtype=torch.float64),
+        )  # digest of this rank's samples
 
     def take(
         self, batch: Mapping[str, Any], microbatches: int | None, check: Callable[[], None] = lambda: None
@@ -89,6 +97,8 @@ class Agreement:
             digest([batch[name] for name in each] if compared else ())
             for each, compared in zip(names, self._compared, strict=True)
         ]
+        if self._first_step:
+            self._mine = digest([batch[name] for name in names[0]]).remainder(1 << 16)
         return found
 
     def nothing(self) -> list[Microbatch]:
@@ -140,20 +150,38 @@ class Agreement:
         if self._compared[1]:
             self._options, self._sampled = "\n".join(each() for each in options), self._order()
         number, order = _bits(self._options, 20), _bits(self._sampled, 16) if self._sampled else 0
-        numbers = (self._fault is not None, number * self._weights[1], bool(self._sampled), order, order**2)
+        numbers = [self._fault is not None, number * self._weights[1], bool(self._sampled), order, order**2]
+        digests = [each * weight for each, weight in zip(self._digests, self._weights, strict=True)]
+        if self._first_step:
+            digests = [self._mine, self._mine.square(), *digests]
+        else:
+            numbers += [0, 0]
         device = self._comm.device
-        digests = zip(self._digests, self._weights, strict=True)
-        found = (on_device(each, torch.float64, device).view(1) * weight for each, weight in digests)
+        found = (on_device(each, torch.float64, device).view(1) for each in digests)
         return torch.cat((on_device(list(map(float, numbers)), torch.float64, device), *found))
 
     def holds(self, agreed: Sequence[float]) -> bool:
-        """Return whether the step may be taken; `agreed`: the rows of all ranks, summed."""
-        faults, options, *order, differ, shared = agreed
-        return not any((faults, options, differ, shared)) and _are_equal(*order)
+        """Return whether the step may be taken; `agreed`: the rows of all ranks, summed.
+
+        Warns on rank 0 if all data-parallel ranks have the same samples in the first step.
+        """
+        faults, options, *order, total, squares, differ, shared = agreed
+        if any((faults, options, differ, shared)) or not _are_equal(*order):
+            return False
+        if self._first_step:
+            self._first_step = False
+            if _are_equal(self._comm.world.size, total, squares) and self._comm.rank == 0:
+                dp = self._layout.mesh.dp
+                warnings.warn(
+                    f"all {dp} data-parallel ranks took the same samples, so that each counts {dp} times: "
+                    "parallel.sampler(…), or a rank's part by parallel.dp_rank of parallel.dp_size, gives each its own",
+                    stacklevel=5,
+                )
+        return True
 
     def refuse(self, agreed: Sequence[float]) -> None:
         """Raise the same InputsError on all ranks, when `holds` is False. A collective."""
-        faults, options, *order, _, shared = agreed
+        faults, options, *order, _, _, _, shared = agreed
         if shared and not faults:
             raise InputsError(
                 "ranks were given different values of inputs that all samples share",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -147,6 +148,23 @@ def test_ranks_of_a_share_with_different_batches(plan: str) -> None:
     }
     assert expected[plan] in text
     assert text.count("data-parallel share") == 1
+
+
+@pytest.mark.parametrize("plan", ["stages", "shards", "tokens"])
+def test_equal_samples_on_all_data_parallel_ranks_are_named_once(plan: str) -> None:
+    dp = made(plan).layout.mesh.dp
+    ids = torch.randint(0, 32, (SAMPLES // dp, SEQ), generator=torch.Generator().manual_seed(0))
+    same = {"idx": ids, "targets": ids.roll(-1, 1)}
+
+    def steps(*batches: Callable[[autoptd.Parallel], Batch]) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            on_ranks(plan, lambda mine, c: [mine.train_step(batch(mine)) for batch in batches])
+        return [str(each.message) for each in found if "took the same samples" in str(each.message)]
+
+    (text,) = steps(lambda _: same, lambda _: same)
+    assert f"each counts {dp} times" in text and "parallel.sampler(…)" in text
+    assert steps(lambda mine: share(mine, 0), lambda _: same) == []
 
 
 def test_shorter_samples_are_taken() -> None:
