@@ -60,8 +60,7 @@ def make_evaluation(source: TracedModel, plan: Plan, metrics: Metrics) -> Evalua
     if source.evaluated is None:
         raise _kept()
     shapes = {name: x.shape for name, x in input_tensors(source).items()}
-    numbers = {(name, dim) for name, shape in shapes.items() for dim, n in enumerate(shape) if isinstance(n, int)}
-    found = source.evaluated(replace(metrics, fixed=frozenset(numbers)))
+    found = source.evaluated(replace(metrics, fixed=source.folded.traced.fixed_dims))
     found = replace(found, folded=replace(found.folded, unused_parameters=()))  # which the plan may split
     values = {symbol: plan.sizes[str(symbol)] for symbol in source.folded.traced.sizes}
     places = found.folded.traced.sizes.items()  # of sizes that the loss may tie to others, and metrics may not

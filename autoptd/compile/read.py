@@ -6,6 +6,7 @@ It imports torch.export, which takes a second; a model whose trace is known alre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -168,7 +169,8 @@ def _read_model(
 
         def parted() -> Difference | None:
             with in_modes(), user_lines():
-                training, evaluation = traced_by(), traced_by(evaluating=True)
+                same = replace(objective, fixed=objective.fixed | traced.fixed_dims)
+                training, evaluation = traced_by(), traced_by(evaluating=True, loss=same)
             with torch.device("cpu"):
                 return first_difference(training, evaluation)
 

@@ -99,6 +99,12 @@ class Traced:
                 found[f"{text}, {name}" if text in found else text] = x
         return found
 
+    @property
+    def fixed_dims(self) -> frozenset[tuple[str, int]]:
+        """Inputs and dims whose sizes are numbers in the graph, which is normalised."""
+        given = [(self.inputs[n.name], n.meta["info"]) for n in self.graph.graph.nodes if n.name in self.inputs]
+        return frozenset((name, d) for name, x in given for d, size in enumerate(x.shape) if isinstance(size, int))
+
     def by_sample(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch with a row of dim 0 for each sample in every tensor."""
         return {name: self.rows.get(name, PLAIN).apart(batch[name]) for name in samples_first(batch, self.rows)}

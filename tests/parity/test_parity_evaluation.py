@@ -346,7 +346,16 @@ class DropsPath(Body):
         return x
 
 
-@pytest.mark.parametrize("make", [Body, SameInBoth, DropsPath], ids=lambda make: make.__name__)
+class CountsInTraining(Body):
+    """Code of training alone needs a size as a number."""
+
+    def features(self, x: Tensor) -> Tensor:
+        if self.training:
+            assert list(range(x.shape[1]))
+        return super().features(x[..., None].expand(-1, -1, WIDTH).flatten(0, 1)).unflatten(0, (-1, x.shape[1])).sum(1)
+
+
+@pytest.mark.parametrize("make", [Body, SameInBoth, DropsPath, CountsInTraining], ids=lambda make: make.__name__)
 def test_what_is_the_same_is_evaluated(make: Callable[[], nn.Module]) -> None:
     model = make()
     par = running(model)
