@@ -145,7 +145,7 @@ class _ValueNumbers:
         if isinstance(value, Mapping):
             return "named", *((name, self._key(value[name])) for name in sorted(value))
         if isinstance(value, sympy.Basic):
-            value = plain(value.xreplace(self._names))
+            value = plain(sympy.expand(value.xreplace(self._names)))
         return type(value).__name__, str(value)
 
 
@@ -165,7 +165,7 @@ def _names(traced: Traced) -> dict[sympy.Symbol, sympy.Symbol]:
 def _conditions(traced: Traced) -> list[tuple[str, str]]:
     """Return the branches on sizes that a trace took, and the place of each."""
     names = _names(traced)
-    return [(str(condition.relation.xreplace(names)), condition.where) for condition in traced.conditions]
+    return [(str(sympy.expand(condition.relation.xreplace(names))), condition.where) for condition in traced.conditions]
 
 
 def _bytes(x: Tensor) -> object:

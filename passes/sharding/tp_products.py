@@ -81,6 +81,7 @@ def tp_products(segment: Segment, decided: KindSharding) -> TpProducts:
             continue
         readers = tuple(node for node, _ in whole)
         alone = sent.get(tensor) != BP and all(node in products and at == 0 for node, at in whole)
+        alone &= len({info(node).requires_grad for node in readers}) == 1  # one function gives zeros to all of them
         if alone and all(_is_weight(o, readers[0], segment) for node in readers for o in operands(node)[1:]):
             shared.append(SharedOperand(tensor, source, readers))
     for node in (n for n in segment.nodes if n in products and given[n] == P):

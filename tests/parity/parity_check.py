@@ -46,7 +46,11 @@ assert len(MESHES) == 10
 
 
 def trained_apart(
-    model: nn.Module, steps: Sequence[Mapping[str, Tensor]], options: Mapping[str, Any], fix: Mapping[str, Any]
+    model: nn.Module,
+    steps: Sequence[Mapping[str, Tensor]],
+    options: Mapping[str, Any],
+    fix: Mapping[str, Any],
+    cluster: str | Cluster = "dgx-h100",
 ) -> tuple[float, Trained]:
     """Train by AdamW under a plan and in one process: the largest relative error, and what the process had.
 
@@ -57,7 +61,7 @@ def trained_apart(
         world=fix["dp"] * fix["tp"] * fix["pp"],
         inputs=steps[0],
         batch=8,
-        cluster="dgx-h100",
+        cluster=cluster,
         precision="fp64",
         optimizer="adamw",
         optimizer_options=dict(options),

@@ -366,6 +366,23 @@ def test_what_is_the_same_is_evaluated(make: Callable[[], nn.Module]) -> None:
     assert abs(float(par.eval_step(batch)) - plain(model, batch)) < 1e-12
 
 
+class LeavesTokensOut(nn.Module):
+    """The loss reads all tokens but the first ones: its sizes are products of a number of samples and a difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 6).double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.table(ids)
+        return nn.functional.cross_entropy(logits[:, 2:].flatten(0, 1), labels[:, 2:].flatten())
+
+
+def test_sizes_written_otherwise_are_the_same() -> None:
+    ids = torch.arange(40).reshape(5, 8) % 6
+    check_evaluates(autoptd.trace(LeavesTokensOut(), inputs={"ids": ids, "labels": ids}, precision="fp64"))
+
+
 OFTEN = [*MODELS, *DROPOUT, *FEW_MESHES, *UPDATING]
 ALWAYS_DROP = {"folded_dropout", "written_dropout"}  # models that drop in eval mode too
 POWER_METHOD = {"updating_spectral"}  # iterates in training alone

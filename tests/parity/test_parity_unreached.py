@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autoptd.cost_models.cluster import Cluster
 from autoptd.passes.normalise import annotate
-from tests.parity.parity_check import trained_apart
+from tests.parity.parity_check import bulk, trained_apart
 
 WIDTH, OPTIONS = 8, {"lr": 0.01, "weight_decay": 0.3}
 
@@ -51,16 +52,35 @@ class Withheld(Watched):
         return F.cross_entropy(self.head(x), labels)
 
 
+class Gated(nn.Module):
+    """Gates and values are computed from the same tensor, and of the gates the loss reads signs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.watchers = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x[:, None].expand(-1, 4, -1)
+        for norm, watcher, up, down in zip(self.norms, self.watchers, self.ups, self.downs, strict=True):
+            h = norm(x)
+            x = x + down(torch.tanh(up(h)) * (watcher(h) > 0))
+        return F.cross_entropy(self.head(x.mean(1)), labels)
+
+
 def batch(seed: int) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(8, WIDTH, dtype=torch.float64, generator=rng)
     return {"x": x, "labels": torch.randint(0, WIDTH, (8,), generator=rng)}
 
 
-def worst(kind: type[Watched], fix: dict[str, Any]) -> float:
+def worst(kind: type[nn.Module], fix: dict[str, Any], cluster: str | Cluster = "dgx-h100") -> float:
     """Return the largest relative error of two steps."""
     torch.manual_seed(0)
-    error, wanted = trained_apart(kind().double(), [batch(0), batch(1)], OPTIONS, fix)
+    error, wanted = trained_apart(kind().double(), [batch(0), batch(1)], OPTIONS, fix, cluster)
     assert not any(name.startswith("watchers") for name in wanted.gradients)
     return error
 
@@ -78,6 +98,13 @@ def worst(kind: type[Watched], fix: dict[str, Any]) -> float:
 )
 def test_no_gradient_reaches_them(kind: type[Watched], fix: dict[str, Any]) -> None:
     assert worst(kind, fix) < 1e-10
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_one_of_the_products_of_a_tensor_has_no_gradient(sequence_parallel: bool) -> None:
+    splits = {"watchers.*.weight": "S0", "ups.*.weight": "S0", "downs.*.weight": "S1"}
+    fix = {"dp": 1, "tp": 2, "pp": 1, "micro": 2, "sequence_parallel": sequence_parallel, "splits": splits}
+    assert worst(Gated, fix, bulk(Cluster.load("dgx-h100"))) < 1e-10
 
 
 @pytest.mark.fault("zeros for no gradient")
