@@ -62,7 +62,6 @@ class Agreement:
         share, place = mesh.pp * mesh.cp * mesh.tp, mesh.place_in_share(communicators.rank)
         self._compared = (share > 1, mesh.world > 1)  # whether another rank takes the same samples, shared inputs
         self._weights = [_weight(place, share), _weight(communicators.rank, mesh.world)]
-        self._samples = layout.micro * layout.microbatches
         self._fault: InputsError | None = None
         self._digests = [torch.zeros((), dtype=torch.float64)] * 2
         self._options = ""  # the optimizer's and the loss scale's, in words
@@ -89,8 +88,7 @@ class Agreement:
             if self._comm.world.size == 1 or not self._layout.specs:
                 raise
             self._fault = error
-            return self._cut(stand_in(self._layout.specs, self._samples, self._comm.device), microbatches)
-        self._samples = sum(map(sample_count, found))
+            return self._substitute(microbatches)
         shared = self._layout.shared
         names = [name for name in self._layout.inputs if name not in shared], shared
         self._digests = [
@@ -105,8 +103,12 @@ class Agreement:
         """Return a microbatch of zeros for a rank whose data has ended; it has no fault, and counts no sample."""
         self._fault = None
         self._digests = [torch.zeros((), dtype=torch.float64)] * 2
+        return self._substitute(None)[:1]
+
+    def _substitute(self, microbatches: int | None) -> list[Microbatch]:
+        """Return microbatches of zeros, of as many samples as the plan has."""
         planned = self._layout.micro * self._layout.microbatches
-        return self._cut(stand_in(self._layout.specs, planned, self._comm.device), None)[:1]
+        return self._cut(stand_in(self._layout.specs, planned, self._comm.device), microbatches)
 
     def _cut(self, batch: Mapping[str, Tensor], microbatches: int | None) -> list[Microbatch]:
         layout = self._layout

@@ -84,6 +84,16 @@ def _only_part(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def drop_devices(graph: fx.Graph, traced: Traced) -> None:
+    """Take the device from `zeros_like(x, device=x.device)` and the like: results are on that of their operand."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "device" in node.kwargs and op_name(node).endswith(_LIKE) and operands(node):
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
+
+
+_LIKE = "_like", "new_zeros", "new_ones", "new_full", "new_empty"
+
+
 def share_repeated(graph: fx.Graph, traced: Traced) -> None:
     """Merge equal nodes without gradient: position ids, rotary tables, masks that every layer computes."""
     seen: dict[tuple[object, ...], fx.Node] = {}

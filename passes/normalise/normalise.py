@@ -45,7 +45,7 @@ from autoptd.passes.normalise.canonicalize import (
     write_tile_as_repeat,
     write_views_as_reshape,
 )
-from autoptd.passes.normalise.drop import drop_asserts, drop_identities, share_repeated
+from autoptd.passes.normalise.drop import drop_asserts, drop_devices, drop_identities, share_repeated
 from autoptd.passes.normalise.float_types import refuse_mixed_types, write_frozen_batch_norm_in_one_type
 from autoptd.passes.normalise.functionalize import remove_mutation
 from autoptd.passes.normalise.inline_regions import inline_regions as _inline
@@ -132,6 +132,7 @@ PREPARE: list[Pass] = [
     remove_mutation,
     annotate,
     note_trained,
+    drop_devices,
     write_strided_views,
     mark_masked_rows,
     write_batch_norms_as_sums,

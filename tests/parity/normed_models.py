@@ -176,9 +176,10 @@ class ByHand(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mean, var = x.mean((0, 1)), x.var((0, 1), unbiased=False)
-        self.mean = 0.9 * self.mean + 0.1 * mean.detach()
-        with torch.no_grad():
-            self.var.lerp_(var * (n := x.shape[0] * x.shape[1]) / (n - 1), 0.1)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * mean.detach()
+            with torch.no_grad():
+                self.var.lerp_(var * (n := x.shape[0] * x.shape[1]) / (n - 1), 0.1)
         return (x - mean) / (var + 1e-5).sqrt() * self.weight + self.bias
 
 

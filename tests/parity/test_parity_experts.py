@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import autoptd
 from autoptd import trace
@@ -29,7 +29,8 @@ from autoptd.testing.parity import train_in_lockstep
 from autoptd.verification.verdict import verify_plan
 from tests.pairwise import pairwise
 from tests.parity.mixture_models import FAMILIES, WIRINGS, Capacity, Plain
-from tests.parity.parity_check import Variant, batches, case, check, parallel, planned, source
+from tests.parity.parity_check import TOLERANCE, Variant, batches, case, check, parallel, planned, source, step_off_by
+from tests.parity.parity_models import WIDTH
 
 BULK = Variant(bulk=True, micro=4)
 FOUR = Mesh(dp=4, ep=2)
@@ -401,3 +402,27 @@ def test_verify_sees_what_training_would(monkeypatch: pytest.MonkeyPatch) -> Non
     assert verify_plan(plan, model, inputs=inputs).agrees
     _wrong_places(monkeypatch)
     assert not verify_plan(plan, model, inputs=inputs).agrees
+
+
+class OnItsDevice(nn.Module):
+    """Layers that make the tensor of their sums on the device of their input, as DBRX does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, gate in zip(self.layers, self.gates, strict=True):
+            total = torch.zeros_like(x, dtype=x.dtype, device=x.device)
+            weights, experts = gate(x).softmax(-1).topk(2, -1)
+            for expert in range(4):
+                rows, place = torch.where(experts == expert)
+                total.index_add_(0, rows, layer(x[rows]) * weights[rows, place, None])
+            x = x + total
+        return x.square().mean()
+
+
+def test_tensors_that_are_made_on_the_device_of_another() -> None:
+    torch.manual_seed(0)
+    assert step_off_by(OnItsDevice().double(), {"x": torch.randn(6, WIDTH).double()}, dp=2, tp=2, micro=1) < TOLERANCE

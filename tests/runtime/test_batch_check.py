@@ -167,6 +167,21 @@ def test_equal_samples_on_all_data_parallel_ranks_are_named_once(plan: str) -> N
     assert steps(lambda mine: share(mine, 0), lambda _: same) == []
 
 
+def test_a_wrong_batch_after_an_evaluation_of_uneven_shares() -> None:
+    """The zeros in its place are of the planned samples, not of those of the evaluation."""
+
+    def steps(mine: autoptd.Parallel, c: Communicators) -> str:
+        ids = torch.randint(0, 32, (5, SEQ), generator=torch.Generator().manual_seed(0))
+        own = {name: ids.tensor_split(mine.dp_size)[mine.dp_rank] for name in ("idx", "targets")}
+        mine.eval_step(own)
+        with pytest.raises(InputsError) as error:
+            mine.train_step({**own, "targets": own["targets"].float()})
+        mine.train_step(share(mine, 0))
+        return error.value.what
+
+    assert len(set(on_ranks("stages", steps))) == 1
+
+
 def test_shorter_samples_are_taken() -> None:
     def body(parallel: autoptd.Parallel, _: Communicators) -> float:
         return float(parallel.train_step({name: x[:, :6] for name, x in share(parallel, 0).items()}))
