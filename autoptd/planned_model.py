@@ -72,7 +72,7 @@ class PlannedModel:
         for hook in [hook for _, m in found for hook in m._state_dict_pre_hooks.values()]:
             if isinstance(hook, _SavedBehind) and hook.is_behind:
                 text = "the model has the values that its training began with, from which this one begins again"
-                warnings.warn(f"{text}: to go on, call model.load_state_dict(par.state_dict()) first", stacklevel=6)
+                warnings.warn(f"{text}: to go on, call model.load_state_dict(par.state_dict()) first", stacklevel=7)
                 break
         model.register_state_dict_pre_hook(_SavedBehind(self))
         model.register_forward_pre_hook(_CalledBehind(self))

@@ -56,14 +56,14 @@ def refuse_untrained(graph: fx.Graph, traced: Traced) -> None:
 
     That was overwritten as a whole, or empty. In one process the gradient is zeros, and an optimizer goes on.
     """
-    reached = _reached(graph)
-    lost = [n for n in graph.nodes if _TRAINED in n.meta and n not in reached]
+    reached, readers = _reached(graph), {n: n.meta.pop(_TRAINED, None) for n in graph.nodes}  # copies of it too
+    lost = [n for n, reader in readers.items() if n.op == "placeholder" and reader is not None and n not in reached]
     if lost:
         names = ", ".join(fold_names(traced.parameters[n.name] for n in lost))
         raise UnsupportedOp(
             f"what is computed from {names} is overwritten as a whole, or empty: in one process the gradient is zeros, "
             "and weight decay still changes the values; a program would not train them",
-            where=source_line(lost[0].meta[_TRAINED]),
+            where=source_line(readers[lost[0]]),
             fix="freeze them by requires_grad_(False), or leave out that computation; if it is empty, give example "
             "inputs of the shape of those of training",
         )

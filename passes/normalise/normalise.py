@@ -172,6 +172,7 @@ PREPARE: list[Pass] = [
     follow_masked_rows,
     check_loss,
     refuse_sparse,
+    refuse_untrained,
 ]
 LOSS: list[Pass] = [
     mark_whole_batch,
@@ -190,7 +191,6 @@ FINISH: list[Pass] = [
     share_repeated,
     separate_sums,
     forget_unreached,
-    refuse_untrained,
     forget_likes,
     refuse_random,
     drop_unread_constants,

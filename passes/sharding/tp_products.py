@@ -21,7 +21,7 @@ from autoptd.layout.placements import BP, B, P, Placement, Split
 from autoptd.passes.analysis.collectives import given_placements
 from autoptd.passes.analysis.heads import heads_of
 from autoptd.passes.fold import Segment
-from autoptd.passes.graph import info, operands
+from autoptd.passes.graph import info, infos, operands
 from autoptd.passes.sharding.sharding import KindSharding, ops_of
 
 aten = torch.ops.aten
@@ -81,7 +81,8 @@ def tp_products(segment: Segment, decided: KindSharding) -> TpProducts:
             continue
         readers = tuple(node for node, _ in whole)
         alone = sent.get(tensor) != BP and all(node in products and at == 0 for node, at in whole)
-        alone &= len({info(node).requires_grad for node in readers}) == 1  # one function gives zeros to all of them
+        # one function would give zeros to a weight that has no gradient
+        alone = alone and len({any(x.requires_grad for x in infos(node)) for node in readers}) == 1
         if alone and all(_is_weight(o, readers[0], segment) for node in readers for o in operands(node)[1:]):
             shared.append(SharedOperand(tensor, source, readers))
     for node in (n for n in segment.nodes if n in products and given[n] == P):

@@ -419,8 +419,12 @@ def test_a_writer_goes_on_though_its_save_is_interrupted(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(folder, "commit", interrupting)
     step(parallel)
-    with pytest.raises(KeyboardInterrupt):
-        parallel.save(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which pytest's workers ignore
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            parallel.save(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     step(parallel)
     threading.Timer(0.2, goes_on.set).start()
     parallel.save(tmp_path)

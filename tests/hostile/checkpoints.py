@@ -57,10 +57,10 @@ class Config:
 
 
 def state(parallel: autoptd.Parallel) -> dict[str, Any]:
-    """Return everything that a load changes."""
+    """Return everything that a load changes, after one that was refused while it read too."""
     optimizer = parallel.optimizer.state_dict()
     kept = {f"{n} {key}": x for n, each in optimizer["state"].items() for key, x in each.items()}
-    found: dict[str, Any] = {name: x.clone() for name, x in parallel.state_dict().items()}
+    found: dict[str, Any] = {name: x.clone() for name, x in parallel._running.state_dict().items()}
     found |= {name: x.clone() if isinstance(x, Tensor) else x for name, x in kept.items()}
     dropout = parallel._running.dropout
     return found | {
