@@ -9,10 +9,10 @@ zeros of the planned sizes, and all ranks sum up
               Σ weight = 0 over all ranks
     order     1, digest and digest² of its sampler's order,    1st · 3rd sum = (2nd sum)²: all samplers have the same
               0 for a rank without a sampler
-    digest    digest · weight, Σ weight = 0 over a dp share    sum 0: ranks that share samples got the same ones
-    shared    the same of inputs without samples, Σ over all   sum 0: all ranks got the same ones
     repeated  digest and digest² of the samples, in the first  n · 2nd sum = (1st sum)²: all dp shares are the same,
               step and on more than one dp rank only; else 0   and a warning says so
+    digest    digest · weight, Σ weight = 0 over a dp share    sum 0: ranks that share samples got the same ones
+    shared    the same of inputs without samples, Σ over all   sum 0: all ranks got the same ones
 
 Otherwise no rank takes the step, and all raise the InputsError of the first rank that has one. The sums are exact: a
 digest has 20 bits (of orders and of the first step 16), weights are below n²/2 for the n ranks of a share, and float64
@@ -65,10 +65,8 @@ class Agreement:
         self._fault: InputsError | None = None
         self._digests = [torch.zeros((), dtype=torch.float64)] * 2
         self._options = ""  # the optimizer's and the loss scale's, in words
-        self._first_step, self._mine = (
-            mesh.dp > 1,
-            torch.zeros((), dtype=torch.float64),
-        )  # digest of this rank's samples
+        self._first_step = mesh.dp > 1  # which alone compares the samples of dp shares
+        self._mine = torch.zeros((), dtype=torch.float64)  # the digest of this rank's samples in it
 
     def take(
         self, batch: Mapping[str, Any], microbatches: int | None, check: Callable[[], None] = lambda: None

@@ -54,9 +54,10 @@ def note_trained(graph: fx.Graph, traced: Traced) -> None:
 def refuse_untrained(graph: fx.Graph, traced: Traced) -> None:
     """Raise UnsupportedOp if a parameter that has a gradient reaches the loss no more, as what read it was dropped.
 
-    That was overwritten as a whole, or empty. In one process the gradient is zeros, and an optimizer goes on.
+    That was overwritten as a whole, or empty. In one process the gradient is zeros, and an optimizer goes on. Notes are
+    taken from all nodes: passes copy the meta of a placeholder.
     """
-    reached, readers = _reached(graph), {n: n.meta.pop(_TRAINED, None) for n in graph.nodes}  # copies of it too
+    reached, readers = _reached(graph), {n: n.meta.pop(_TRAINED, None) for n in graph.nodes}
     lost = [n for n, reader in readers.items() if n.op == "placeholder" and reader is not None and n not in reached]
     if lost:
         names = ", ".join(fold_names(traced.parameters[n.name] for n in lost))

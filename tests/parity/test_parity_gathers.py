@@ -77,15 +77,7 @@ def test_what_is_no_call_runs_again(table: str, up: str) -> None:
 def test_views_that_the_rest_reads_are_results_of_what_runs_again() -> None:
     """Keys that are merged with samples in one line of the user's, and transposed in its next part, as in Bloom."""
     torch.manual_seed(0)
-    config = BloomConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        n_layer=2,
-        n_head=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cache=False,
-    )
+    config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, use_cache=False)  # drops nothing
     model, (ids, labels) = randomised(BloomForCausalLM(config)), tokens()
     batch = {"input_ids": ids, "labels": labels}
     fix = {"tp": 2, "dp": 2, "gathers": "again", "zero": 0, "micro": 2}

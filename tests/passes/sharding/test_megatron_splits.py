@@ -156,15 +156,6 @@ def test_joined_parts_of_unequal_size_are_refused():
     assert "qkv_proj" in error.value.where
 
 
-def test_heads_that_are_merged_with_samples_are_refused():
-    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
-    with torch.device("meta"):
-        model = transformers.BloomForCausalLM(config)
-    with pytest.raises(PlanError, match="needs it whole") as error:
-        megatron_splits(autoptd.trace(model, seq=16).folded)
-    assert "query_key_value" in error.value.where
-
-
 class Paired(nn.Module):
     """Two matrices without a module, one of them transposed, between norms."""
 
