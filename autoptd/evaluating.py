@@ -17,6 +17,7 @@ from autoptd.codegen.emit import load_stage
 from autoptd.compile.evaluation import EvaluationProgram, check_evaluates, make_evaluation
 from autoptd.compile.layout import named_values
 from autoptd.errors import AutoptdError, InputsError
+from autoptd.layout.size_conditions import Conditions
 from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.passes.objectives.metrics import Metric, Metrics
@@ -72,9 +73,9 @@ class Evaluating(RunningRank):
         """
         trainer = self._unchanging
         with self._not_training():
-            self._programs.of("eval_step", self._check_evaluates)
+            conditions = self._programs.of("eval_step", self._check_evaluates)
             with self._watch:
-                return trainer.eval_step(batch)
+                return trainer.eval_step(batch, conditions)
 
     def evaluate(self, batches: Iterable[Mapping[str, Any]], metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
         """Return the mean of each metric over all samples of some batches, float64, on every rank. Collective.
@@ -114,9 +115,9 @@ class Evaluating(RunningRank):
         """
         return EvaluationSampler(samples, batch or self.plan.batch, self.dp_rank, self.dp_size)
 
-    def _check_evaluates(self) -> None:
+    def _check_evaluates(self) -> Conditions:
         self._planned.check(modes=False)
-        check_evaluates(self._source)
+        return check_evaluates(self._source)
 
     def _values(self, batches: Iterable[Mapping[str, Any]], functions: Mapping[str, Metric]) -> dict[str, Tensor]:
         """Return the values of all samples, float64 [samples, …]."""

@@ -25,6 +25,8 @@ from autoptd.compile.program import make_program
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError, InputsError, PlanError
 from autoptd.layout.layout import Layout
+from autoptd.layout.size_conditions import Conditions
+from autoptd.passes.evaluation.difference import Difference
 from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.sharding.sharding import Sharding, parameter_splits, to_text
 from autoptd.passes.trace.traced import SEQUENCE
@@ -86,8 +88,9 @@ def make_evaluation(source: TracedModel, plan: Plan, metrics: Metrics) -> Evalua
     return EvaluationProgram(found, make_program(found, own, sharding), make_layout(found, own), metrics)
 
 
-def check_evaluates(source: TracedModel) -> None:
-    """Raise InputsError if an evaluation step, which drops nothing, is not what the model computes in eval mode."""
+def check_evaluates(source: TracedModel) -> Conditions:
+    """Return the conditions on a batch, beside those of training, under which an evaluation step, which drops nothing,
+    is what the model computes in eval mode. Raises InputsError if it is not."""
     if source.parted is None:
         raise _kept()
     try:
@@ -98,7 +101,7 @@ def check_evaluates(source: TracedModel) -> None:
         raise InputsError(
             f"what the model computes in eval mode is unknown: {error.what}", where=error.where, fix=_LOSS_FIX
         ) from error
-    if found is not None:
+    if isinstance(found, Difference):
         places = (("in training", found.step), ("in eval mode", found.model))
         raise InputsError(
             "the model computes its loss in another way in eval mode than in training, which eval_step runs; these "
@@ -106,6 +109,7 @@ def check_evaluates(source: TracedModel) -> None:
             where="\n".join(f"{when}: {place}" for when, place in places if place),
             fix=_LOSS_FIX,
         )
+    return found
 
 
 def _kept() -> PlanError:

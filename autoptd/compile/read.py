@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autoptd.compile.traced import TracedModel
 from autoptd.errors import InputsError, PlanError, TraceError, UnsupportedOp, nearest
 from autoptd.layout.sample_rows import PLAIN, SHARED, Rows, is_declared, readings, with_samples
+from autoptd.layout.size_conditions import Conditions
 from autoptd.models.inputs import inputs_beside, model_name
 from autoptd.nest import Nest
 from autoptd.passes.evaluation.difference import Difference, first_difference
@@ -167,7 +168,7 @@ def _read_model(
         def evaluated(metrics: Objective) -> TracedModel:
             return traced_with(examples, rows, metrics)
 
-        def parted() -> Difference | None:
+        def parted() -> Difference | Conditions:
             with in_modes(), user_lines():
                 same = replace(objective, fixed=objective.fixed | traced.fixed_dims)
                 training, evaluation = traced_by(), traced_by(evaluating=True, loss=same)

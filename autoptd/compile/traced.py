@@ -10,7 +10,7 @@ import sympy
 from torch import nn
 
 from autoptd.errors import AutoptdError
-from autoptd.layout.size_conditions import SAMPLES, all_hold
+from autoptd.layout.size_conditions import SAMPLES, Conditions, all_hold
 from autoptd.passes.evaluation.difference import Difference, differ_for_one
 from autoptd.passes.fold import Folded
 from autoptd.passes.trace.loss import Objective
@@ -38,7 +38,7 @@ class TracedModel:
     # trace it in eval mode with metrics as its objective; find where its loss in eval mode parts from that of a program
     # in which nothing is dropped. None if the trace was read from a file
     evaluated: Callable[[Objective], TracedModel] | None = field(default=None, compare=False, repr=False)
-    parted: Callable[[], Difference | None] | None = field(default=None, compare=False, repr=False)
+    parted: Callable[[], Difference | Conditions] | None = field(default=None, compare=False, repr=False)
 
     def for_batch(self, samples: int) -> TracedModel:
         """Return the model as its code runs for a step of so many samples: traced again if it branches on them.

@@ -49,6 +49,9 @@ class SizeCondition:
             return False
 
 
+Conditions = tuple[SizeCondition, ...]
+
+
 @dataclass(frozen=True)
 class EqualParts:
     """A size that tp cuts into equal parts, such as the tokens of a sample: `parts` must divide it."""

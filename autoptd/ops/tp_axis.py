@@ -29,12 +29,14 @@ Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class _Conversion(torch.autograd.Function):
-    """Two maps: one for the value, one for the gradient."""
+    """Two maps: one for the value, one for the gradient.
+
+    The value does not count as written in place, as a collective's output does: `offload` copies it once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Map, gradient: Map) -> Tensor:
         ctx.gradient = gradient
-        return value(x)
+        return value(x).data
 
     @staticmethod
     @once_differentiable

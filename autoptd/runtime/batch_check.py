@@ -31,7 +31,7 @@ from torch import Tensor
 
 from autoptd.errors import InputsError
 from autoptd.layout.layout import Layout
-from autoptd.layout.size_conditions import SAMPLES, refuse_other_sizes
+from autoptd.layout.size_conditions import SAMPLES, Conditions, refuse_other_sizes
 from autoptd.ops.group import on_device
 from autoptd.runtime.batch import (
     Microbatch,
@@ -69,11 +69,16 @@ class Agreement:
         self._mine = torch.zeros((), dtype=torch.float64)  # the digest of this rank's samples in it
 
     def take(
-        self, batch: Mapping[str, Any], microbatches: int | None, check: Callable[[], None] = lambda: None
+        self,
+        batch: Mapping[str, Any],
+        microbatches: int | None,
+        check: Callable[[], None] = lambda: None,
+        further: Conditions = (),
     ) -> list[Microbatch]:
         """Return this rank's microbatches, or a substitute's. In a world of one rank, raises InputsError at once.
 
-        check: raises InputsError for what else is wrong on this rank.
+        check: raises InputsError for what else is wrong on this rank. further: conditions on the batch, beside those
+        of the layout.
         """
         self._fault = None
         try:
@@ -81,7 +86,7 @@ class Agreement:
             flat = self._layout.nest.flat(batch)
             check_written(flat, self._layout.specs)
             batch = by_sample(flat, self._layout.specs)
-            found = self._cut(batch, microbatches)
+            found = self._cut(batch, microbatches, further)
         except InputsError as error:
             if self._comm.world.size == 1 or not self._layout.specs:
                 raise
@@ -108,14 +113,14 @@ class Agreement:
         planned = self._layout.micro * self._layout.microbatches
         return self._cut(stand_in(self._layout.specs, planned, self._comm.device), microbatches)
 
-    def _cut(self, batch: Mapping[str, Tensor], microbatches: int | None) -> list[Microbatch]:
-        layout = self._layout
+    def _cut(self, batch: Mapping[str, Tensor], microbatches: int | None, further: Conditions = ()) -> list[Microbatch]:
+        layout, conditions = self._layout, (*self._layout.conditions, *further)
         check_multiples(batch, layout.multiples)
         found = cut_batch(batch, layout.inputs, layout.micro, microbatches, self._comm.device, layout.shared)
         check_specs(batch, layout.specs)
-        if layout.conditions or layout.parts:
+        if conditions or layout.parts:
             sizes = self._sizes(batch, sum(map(sample_count, found)))
-            refuse_other_sizes(layout.conditions, sizes, InputsError)
+            refuse_other_sizes(conditions, sizes, InputsError)
             self._check_parts(sizes)
         return found
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.placements import Split
+from autoptd.layout.size_conditions import Conditions
 from autoptd.layout.step_actions import step_actions
 from autoptd.ops.axis.slices import from_slices
 from autoptd.ops.dropout import DropoutKey
@@ -164,10 +165,10 @@ class Trainer:
         return outcome[0]
 
     def _microbatches(
-        self, batch: Mapping[str, Any], count: int | None, check: Callable[[], None] = lambda: None
+        self, batch: Mapping[str, Any], count: int | None, check: Callable[[], None], further: Conditions = ()
     ) -> list[Microbatch]:
         """Return the microbatches of a step; the stages get the inputs that all samples share."""
-        found = self._inputs.take(batch, count, check)
+        found = self._inputs.take(batch, count, check, further)
         for stage in self.stages:
             stage.shared_inputs = {name: found[0][name] for name in self.layout.shared}
         return found
@@ -192,14 +193,13 @@ class Trainer:
         return loss.values
 
     @torch.no_grad()
-    def eval_step(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss over the global batch, without dropout or gradients; any number of samples per dp rank.
+    def eval_step(self, batch: Mapping[str, Any], conditions: Conditions = ()) -> Tensor:
+        """Return the loss over the global batch, 0-dim on the host, without dropout or gradients.
 
-        0-dim on the host.
-        """
+        Any number of samples per dp rank. conditions: on the batch, beside those of training."""
         whole = self.layout.one_microbatch or self.layout.statistics == "batch"
         check_evaluates(self.layout)
-        microbatches = self._microbatches(batch, 1 if whole else None)
+        microbatches = self._microbatches(batch, 1 if whole else None, lambda: None, conditions)
         self.evaluate_with(self.stages, self.layout)
         own = len(microbatches)
         counts = self._global_counts(microbatches)

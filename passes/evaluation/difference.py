@@ -15,13 +15,14 @@ A program for any number of samples is compared in the same way with a trace of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
+from autoptd.layout.size_conditions import Conditions, SizeCondition
 from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
 from autoptd.passes.evaluation.switched_off import switch_off
 from autoptd.passes.graph import ancestors, info, op_name, output_of, plain, source_line
@@ -47,8 +48,9 @@ class Difference:
     model: str  # of the model in eval mode
 
 
-def first_difference(training: Traced, evaluation: Traced) -> Difference | None:
-    """Return where two traces of a model part, in training and in eval mode; None if an evaluation step is exact.
+def first_difference(training: Traced, evaluation: Traced) -> Difference | Conditions:
+    """Return where two traces of a model part, in training and in eval mode; or if an evaluation step is exact, the
+    conditions beside those of training under which it is, in the symbols of the training.
 
     Changes both graphs. Raises UnsupportedOp.
     """
@@ -56,11 +58,13 @@ def first_difference(training: Traced, evaluation: Traced) -> Difference | None:
     run_passes(evaluation, [*_BEGIN, drop_identities])
     known: dict[object, int] = {}
     step, model = _ValueNumbers(training, known), _ValueNumbers(evaluation, known)
-    if step.result == model.result:
-        mine = {text for text, _ in _conditions(training)}
-        other = next((where for text, where in _conditions(evaluation) if text not in mine), None)
-        return None if other is None else Difference("", other)
-    return Difference(step.first_without(model), model.first_without(step))
+    if step.result != model.result:
+        return Difference(step.first_without(model), model.first_without(step))
+    held, shared = set(_conditions(training)), {name: size for size, name in _names(training).items()}
+    others = [condition for text, condition in _conditions(evaluation).items() if text not in held]
+    found = [replace(c, relation=c.relation.xreplace(_names(evaluation)).xreplace(shared)) for c in others]
+    apart = [c for c in found if not c.relation.free_symbols <= {BATCH, *training.sizes}]
+    return Difference("", apart[0].where) if apart else tuple(found)
 
 
 def differ_for_one(traced: Traced, single: Traced) -> bool:
@@ -72,8 +76,7 @@ def differ_for_one(traced: Traced, single: Traced) -> bool:
     for each in (traced, single):
         run_passes(each, [*_BEGIN, drop_identities])
     found, wanted = (_ValueNumbers(each, known, {BATCH: 1}) for each in (traced, single))
-    held = {text for text, _ in _conditions(traced)}
-    return found.result != wanted.result or any(text not in held for text, _ in _conditions(single))
+    return found.result != wanted.result or not _conditions(single).keys() <= _conditions(traced).keys()
 
 
 class _ValueNumbers:
@@ -162,10 +165,10 @@ def _names(traced: Traced) -> dict[sympy.Symbol, sympy.Symbol]:
     }
 
 
-def _conditions(traced: Traced) -> list[tuple[str, str]]:
-    """Return the branches on sizes that a trace took, and the place of each."""
+def _conditions(traced: Traced) -> dict[str, SizeCondition]:
+    """Return the branches on sizes that a trace took, by their text in the names that two traces share."""
     names = _names(traced)
-    return [(str(sympy.expand(condition.relation.xreplace(names))), condition.where) for condition in traced.conditions]
+    return {str(sympy.expand(condition.relation.xreplace(names))): condition for condition in traced.conditions}
 
 
 def _bytes(x: Tensor) -> object:

@@ -171,15 +171,6 @@ class AlwaysOfBatch(Body):
         return F.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=True)
 
 
-class BranchOfSizes(Body):
-    """Another branch in large batches of evaluation alone."""
-
-    def features(self, x: Tensor) -> Tensor:
-        if not self.training and x.size(0) > 32:
-            return torch.sigmoid(self.up(x))
-        return super().features(x)
-
-
 class Logits(Noise):
     """Noise in training alone; the loss is a function of what forward returns."""
 
@@ -212,7 +203,6 @@ PARTED: dict[Callable[[], nn.Module], tuple[str, str]] = {  # model -> code name
     OtherOrder: ("torch.rand_like(x), torch.rand_like(x)", ""),
     OwnStatistics: ("mean = x.mean(0) if self.training", ""),
     AlwaysOfBatch: ("F.batch_norm(", "F.batch_norm("),
-    BranchOfSizes: ("", "if not self.training and x.size(0) > 32"),
 }
 
 
@@ -381,6 +371,37 @@ class LeavesTokensOut(nn.Module):
 def test_sizes_written_otherwise_are_the_same() -> None:
     ids = torch.arange(40).reshape(5, 8) % 6
     check_evaluates(autoptd.trace(LeavesTokensOut(), inputs={"ids": ids, "labels": ids}, precision="fp64"))
+
+
+class BranchesOfSizes(nn.Module):
+    """Other values of large batches and of short samples in eval mode, where training takes no branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 6).double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.table(ids)
+        if not self.training and (ids.shape[0] > 32 or ids.shape[1] < 5):
+            logits = logits.cumsum(1)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.fault("another evaluation")
+def test_branches_of_eval_mode_alone_are_conditions_of_evaluation() -> None:
+    def batch(samples: int, tokens: int) -> dict[str, Tensor]:
+        ids = torch.arange(samples * tokens).reshape(samples, tokens) % 6
+        return {"ids": ids, "labels": ids.flip(1)}
+
+    model = BranchesOfSizes()
+    par = running(model, inputs=batch(8, 7))
+    par.train_step(batch(8, 4))
+    for sizes, says in (((8, 4), "traced where s >= 5, but here s = 4"), ((40, 7), "where b <= 32, but here b = 40")):
+        with pytest.raises(InputsError, match=says):
+            par.eval_step(batch(*sizes))
+    losses = [float(par.eval_step(batch(*sizes))) for sizes in ((8, 7), (30, 6))]
+    model.load_state_dict(par.state_dict())
+    assert losses == pytest.approx([plain(model, batch(8, 7)), plain(model, batch(30, 6))], rel=1e-12)
 
 
 OFTEN = [*MODELS, *DROPOUT, *FEW_MESHES, *UPDATING]

@@ -123,7 +123,7 @@ class SummedProducts(torch.autograd.Function):
         results, whole = rows.multiplied(x, weights, biases, keep=keep)
         ctx.save_for_backward((whole if keep else x) if trained else None, *weights)
         ctx.rows, ctx.again, ctx.part = rows, again, "both"
-        return tuple(results)
+        return tuple(x.data for x in results)  # written only here: see `_Conversion` of `tp_axis.py`
 
     @staticmethod
     @once_differentiable
@@ -150,7 +150,7 @@ class ScatteredProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: RowSplit, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
         ctx.rows, ctx.part, ctx.whole = rows, "both", None
-        return rows.scattered([x], [weight], bias)
+        return rows.scattered([x], [weight], bias).data
 
     @staticmethod
     @once_differentiable
