@@ -78,7 +78,8 @@ class Parallel(Evaluating, Saving):
         self._weights = weights
         self.program = program
         self._source = source
-        self._planned = PlannedModel(source.model, source.objective.loss, source.folded.traced.outside)
+        traced = source.folded.traced
+        self._planned = PlannedModel(source.model, source.objective.loss, traced.outside, traced.left)
         self._optimizer = optimizer
         self._optimizer_options = optimizer_options
         self._groups = groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,15 +52,24 @@ class PlannedModel:
     Nothing of this reaches a program, so a step fails once it has changed.
     """
 
-    def __init__(self, model: nn.Module, loss: object, outside: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: object,
+        outside: Mapping[str, Tensor] | None = None,
+        left: Collection[tuple[str, str]] = (),
+    ) -> None:
         """Note what a model's modules hold, those of a loss that is a module, and what the code of both reads.
 
-        `outside`: tensors of neither that the program holds, by a description of each.
+        `outside`: tensors of neither that the program holds, by a description of each. `left`: (module or other holder,
+        name) of values where a pass leaves a tensor, and no pass reads that of the one before: they may differ.
         """
         roots = [root for root in (model, loss) if isinstance(root, nn.Module)]
         found = [(name, module) for root in roots for name, module in root.named_modules()]
         outside = outside or {}
-        self._read, others = _read_by(found, loss, outside)
+        read, others = _read_by(found, loss, outside)
+        names = {name if " " in holder else f"{holder}.{name}".lstrip(".") for holder, name in left}
+        self._read = [each for each in read if each.name.partition("[")[0] not in names]
         self._modules = [(name, module, _structure(module), _hooks(module)) for name, module in found + others]
         trained = [(name, p) for root in roots for name, p in root.named_parameters()]
         self._trained = [(name, p, p.requires_grad, _tensor_hooks(p)) for name, p in trained]

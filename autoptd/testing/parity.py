@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from autoptd.layout.layout import Layout
 from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
+from autoptd.passes.kept.copies import Copies
 from autoptd.passes.known.flex_attention import eager_flex_attention
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
@@ -104,13 +105,15 @@ def train_alone(
     device = device or DEVICE
     objective, _ = read_objective(loss, {}, targets)
     objective, model = objective.joined(model)
-    model = copy_with_hooks(model, {id(x): x.detach() for x in computed_tensors(model)}).to(device)
+    memo: dict[int, Any] = {id(x): x.detach() for x in computed_tensors(model)}
+    model = copy_with_hooks(model, memo).to(device)
+    copies = Copies(memo)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stepper = choose(optimizer, optimizer_options or {}, groups, trained, hidden).build(trained)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
         stepper.zero_grad()
-        with eager_flex_attention():
+        with eager_flex_attention(), copies.standing_in(model, objective.callable_of(model)):
             mine = tree_map_only(Tensor, lambda x: x.detach().to(device, copy=True), objective.nest.flat(batch))
             value = objective.value(model, mine)
         value.backward()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import PlanError
 from autoptd.passes.custom_grad.hook_copies import bound_to, copy_with_hooks
+from autoptd.passes.kept.copies import Copies
 from autoptd.passes.trace.skeleton import computed_tensors
 
 # Attributes of a module that hold its hooks (private to torch; seen in 2.13.0).
@@ -27,15 +28,16 @@ _HOOKS = (
 )
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of the model, including the hooks of its parameters.
+def copied(model: nn.Module) -> tuple[nn.Module, Copies]:
+    """Return a deep copy of the model, including the hooks of its parameters, and the copies of its objects.
 
     What a forward pass left on a module, such as a recurrent state, is copied without the graph that it came from.
     """
-    made = copy_with_hooks(model, {id(x): x.detach().clone() for x in computed_tensors(model)})
+    memo: dict[int, Any] = {id(x): x.detach().clone() for x in computed_tensors(model)}
+    made = copy_with_hooks(model, memo)
     for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
-    return made
+    return made, Copies(memo)
 
 
 def carry_parameter_hooks(to: Tensor, of: Tensor) -> None:

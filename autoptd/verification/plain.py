@@ -116,7 +116,23 @@ def train_plain(
     draws: None disables dropout. rounded: change the last bits of all parameters first. Raises NoReference for a step
     that is not finite or has no gradient, MoreDraws, and what the model raises.
     """
-    model, objective = copied(source.model), source.objective.in_precision(torch.float64)
+    model, copies = copied(source.model)
+    objective = source.objective.in_precision(torch.float64, source.model)
+    with copies.standing_in(model, objective.callable_of(model)):
+        return _train_copy(model, objective, source, batches, optimizer, options, draws, rounded=rounded)
+
+
+def _train_copy(
+    model: nn.Module,
+    objective: Objective,
+    source: TracedModel,
+    batches: Sequence[Batch],
+    optimizer: str,
+    options: Mapping[str, Any],
+    draws: Sequence[Draw] | None,
+    *,
+    rounded: bool,
+) -> tuple[list[PlainStep], float]:
     if source.folded.traced.settled:
         settle(model, lambda: one_pass(model, batches[0], objective, keyed(source, None, DropoutKey(0))))
     if rounded:

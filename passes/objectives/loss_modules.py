@@ -22,9 +22,9 @@ def refuse_blank(loss: nn.Module) -> None:
         )
 
 
-def converted(loss: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy with floating-point buffers in `dtype`."""
-    memo: dict[int, Any] = {}
+def converted(loss: nn.Module, dtype: torch.dtype, model: nn.Module) -> nn.Module:
+    """Return a copy with floating-point buffers in `dtype`, which holds what the given one holds of `model`."""
+    memo: dict[int, Any] = {id(x): x for x in (*model.modules(), *model.parameters(), *model.buffers())}
     for x in loss.buffers():
         memo[id(x)] = x.detach().to(dtype) if x.is_floating_point() else x.detach()
     return copy.deepcopy(loss, memo)

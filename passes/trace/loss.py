@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from autoptd.errors import InputsError, nearest
 from autoptd.layout.sample_rows import SHARED, SampleRows
 from autoptd.nest import Nest, tensors_of
+from autoptd.passes.kept.copies import shallow_copy
 from autoptd.passes.kept.left_tensors import LeftTensors
 from autoptd.passes.objectives.loss_modules import converted, refuse_blank
 from autoptd.passes.objectives.terms import LossTerms, NamedTerms, terms_of
-from autoptd.passes.trace.unwrap import RefuseUnregistered, shallow_copy, unwrap
+from autoptd.passes.trace.unwrap import RegisteredTensors, unwrap
 
 TARGET = "targets"  # the name of a single target in a batch
 
@@ -146,18 +147,18 @@ class Objective:
         """Return whether a parameter or buffer belongs to the loss and not to the user's model."""
         return self.outside and name.startswith(f"{self.child}.")
 
-    def in_precision(self, dtype: torch.dtype) -> Objective:
-        """Return the objective with the constants of a loss module, such as class weights, in `dtype`."""
+    def in_precision(self, dtype: torch.dtype, model: nn.Module) -> Objective:
+        """Return the objective with the constants of a loss module, which may hold `model`, in `dtype`."""
         if self.child is None and isinstance(self.loss, nn.Module):
-            return replace(self, loss=converted(self.loss, dtype))
+            return replace(self, loss=converted(self.loss, dtype, model))
         return self
 
 
 class Loss(nn.Module):
     """Wrapper of a model that returns only the loss: logits, caches and output classes are dropped before planning.
 
-    `original`: the user's names of parameters, by id. `casts`: dtypes that inputs are cast to. `rows`: inputs whose
-    samples are not in dim 0 for `forward`. `reads`: context of a pass, by both forms.
+    `original`: the user's names of parameters and buffers, by id. `casts`: dtypes that inputs are cast to. `rows`:
+    inputs whose samples are not in dim 0 for `forward`. `reads`: context of a pass, by both forms.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Loss(nn.Module):
         counted = [] if self.training else [x.shape[0] for n, x in inputs.items() if self.rows.get(n) != SHARED]
         for count in counted:  # metrics may read inputs apart, whose numbers of samples nothing else ties
             torch._check(count == counted[0])
-        with RefuseUnregistered(model, self.original), self.reads(inputs, given), self.left.of(model, loss, inputs):
+        with RegisteredTensors(model, self.original), self.reads(inputs, given), self.left.of(model, loss, inputs):
             cast = {name: x.to(self.casts[name]) if name in self.casts else x for name, x in given.items()}
             return self.objective.of_outputs(model(**self.objective.inputs_of(cast)), given, loss)
 
@@ -229,12 +230,6 @@ def name_targets(targets: Targets | None) -> dict[str, Any]:
             fix="pass example tensors: targets=labels, or targets={'labels': labels, …} by the loss's keywords",
         )
     return dict(named)
-
-
-def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the scalar to minimise of a loss without targets, given the result of `forward`. Raises InputsError."""
-    objective, _ = read_objective(loss, inputs)
-    return objective.of_outputs(out, inputs, objective.loss)
 
 
 # ---- call forms ----

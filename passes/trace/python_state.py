@@ -51,19 +51,20 @@ def _states() -> dict[str, Any]:
 
 
 def refuse_changes(
-    model: nn.Module, root: Loss, hooks: ForwardHooks, trace: Callable[[], ExportedProgram]
+    model: nn.Module, root: Loss, hooks: ForwardHooks, trace: Callable[[], ExportedProgram], kept: set[Name]
 ) -> ExportedProgram:
     """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if the second pass is not as the first.
 
     That is where every pass changes a Python value (`python_values.py`), a pass reads a tensor that the pass before
     left in one, or a value that the first pass sets decides what the second computes. What only the first pass sets,
     such as a length, is a cache. A second trace, made if needed, tells. It has something that no op takes for each
-    tensor that the first pass left. Python values are afterwards as before.
+    tensor that the first pass left. Python values are afterwards as before. `kept`: gets the names of these tensors.
     """
     start = _Values.of(model, root)
     try:
         found, first = _traced(model, root, trace, start)
         left = root.left.found
+        kept.update(left)
         changed = first.changed_since(start)
         if not changed and not left and not hooks.collects:
             return found

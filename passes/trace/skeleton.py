@@ -24,14 +24,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoptd.errors import InputsError, TraceError
 from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
+from autoptd.passes.kept.copies import Copies
 from autoptd.passes.trace.traced import PRECISIONS
 
 
-def skeleton(model: nn.Module, precision: str, device: str, mode: AbstractContextManager[Any]) -> nn.Module:
+def skeleton(
+    model: nn.Module, precision: str, device: str, mode: AbstractContextManager[Any]
+) -> tuple[nn.Module, Copies]:
     """Return a copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied.
 
-    Parameters and buffers are created under `mode`. Other tensor attributes keep their values, except those computed
-    from parameters (the weight of a weight-normed layer): these are recomputed, or refused when they are read.
+    Also returns the copies of its other objects. Parameters and buffers are created under `mode`. Other tensor
+    attributes keep their values, except those computed from parameters (the weight of a weight-normed layer): these are
+    recomputed, or refused when they are read.
     """
     dtype = PRECISIONS[precision]
     memo: dict[int, Any] = {}
@@ -43,7 +47,8 @@ def skeleton(model: nn.Module, precision: str, device: str, mode: AbstractContex
             memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=own, device=device), requires_grad=p.requires_grad)
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
-    return copy_with_hooks(model, memo)
+    made = prepare_norms(without_caches(copy_with_hooks(model, memo)))
+    return made, Copies(memo)
 
 
 @torch.no_grad()

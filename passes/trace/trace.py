@@ -51,14 +51,9 @@ from autoptd.passes.trace.expand_repeats import expand_repeats
 from autoptd.passes.trace.fake import fake_cpu, with_loss_shapes, without_shape_cache
 from autoptd.passes.trace.lean_export import lean_export, silent_export
 from autoptd.passes.trace.loss import Loss, Objective, read_objective
-from autoptd.passes.trace.python_state import (
-    refuse_changes,
-    refuse_own_draws,
-    refuse_updates,
-    write_assigned_buffers,
-)
+from autoptd.passes.trace.python_state import refuse_changes, refuse_own_draws, refuse_updates, write_assigned_buffers
 from autoptd.passes.trace.repeats import Repeats
-from autoptd.passes.trace.skeleton import prepare_norms, refuse_packing_beside_cache, settle, skeleton, without_caches
+from autoptd.passes.trace.skeleton import refuse_packing_beside_cache, settle, skeleton
 from autoptd.passes.trace.specialize_sizes import (
     InputDim,
     bound_dims,
@@ -70,7 +65,7 @@ from autoptd.passes.trace.specialize_sizes import (
 from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import copying, explain, may_loop, not_functional, placed, user_line
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE, Averaging, Traced, canonical_names
-from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted
+from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted, registered
 
 
 def trace(
@@ -176,7 +171,7 @@ def _traced(
     long = any(len(shape) > 1 and (name, 1) not in fixed for name, (shape, _) in specs.items())
     if long and SEQUENCE not in traced.sizes:
         traced.length_fixed = because or "code of a library that forward calls"
-    traced.averaging, traced.left_out = averaging, tuple(sorted(exporter.left_out))
+    traced.averaging, traced.left_out, traced.left = averaging, tuple(sorted(exporter.left_out)), {*exporter.left}
     if known is not None:
         traced.loops, traced.known = True, {name: known.rows[name] for name in sorted(known.used)}
     traced.own, traced.settled, traced.written = own, exporter.settled, frozenset(exporter.written)
@@ -213,6 +208,7 @@ class _Exporter:
     ints: bool = False  # whether `int` and `float` of sizes give sizes
     evaluating: bool = False  # whether model and loss are in eval mode, without gradients
     left_out: set[str] = field(default_factory=set)  # places of checks of data
+    left: set[tuple[str, str]] = field(default_factory=set)  # Python values where forward leaves a tensor
     written: set[str] = field(default_factory=set)  # inputs that forward writes to
     turns: RowTurns = field(default_factory=RowTurns)
     branches: Branches = field(default_factory=dict)
@@ -341,28 +337,28 @@ class _Exporter:
         """Export on a device, without data. Inputs are new tensors: torch.export would merge identical objects."""
         mode = fake_cpu() if device == "cpu" else nullcontext()
         with copying():
-            model = prepare_norms(without_caches(skeleton(self.model, self.precision, device, mode)))
-        names = {id(p): name for whole in (self.model, model) for name, p in whole.named_parameters()}
+            model, copies = skeleton(self.model, self.precision, device, mode)
+        names = {id(x): name for whole in (self.model, model) for name, x in registered(whole).items()}
         reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
-        objective = self.objective.in_precision(PRECISIONS[self.precision])
-        root = Loss(model, objective, names, self.casts, self.rows, reads)
+        objective = self.objective.in_precision(PRECISIONS[self.precision], self.model)
+        root, loss = Loss(model, objective, names, self.casts, self.rows, reads), objective.callable_of(model)
         if self.evaluating:
             root.eval()
-        with mode:
+        with mode, copies.standing_in(model, loss):
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
             if self.settled:
                 settle(model, lambda: objective.value(model, fake))
-        fixed = self.fixed | {(name, d) for name, x in fake.items() for d, size in enumerate(x.shape) if size == 1}
-        kinds = dict.fromkeys(fixed, Dim.STATIC)
+        ones = {(name, d) for name, x in fake.items() for d, size in enumerate(x.shape) if size == 1}
+        kinds = dict.fromkeys(self.fixed | ones, Dim.STATIC)
         dynamic = ({name: {d: kinds.get((name, d), Dim.AUTO) for d in range(x.ndim)} for name, x in fake.items()},)
-        hooks, samples = ForwardHooks(model), self.known.samples if self.known is not None else 0
+        hooks, given, samples = ForwardHooks(model), self._written(), self.known.samples if self.known else 0
         self.branches.clear()
 
         def traced() -> torch.export.ExportedProgram:
             found = Repeats(model, not self.evaluating) if repeats and not hooks else None
             self.turns.rows.clear()
             repeating = nullcontext() if found is None else found.running()
-            typed = OneType(self._written(), PRECISIONS[self.precision]) if self.one_type else nullcontext()
+            typed = OneType(given, PRECISIONS[self.precision]) if self.one_type else nullcontext()
             with repeating, random_code(self.skips), recorded_branches(self.branches), typed:
                 program = torch.export.export(root, (fake,), dynamic_shapes=dynamic, strict=False)
             refuse_communication(program.graph)
@@ -389,8 +385,9 @@ class _Exporter:
                 plain_checkpoints(root),
                 as_one_process(),
                 torch.set_grad_enabled(not self.evaluating),
+                copies.standing_in(model, loss),
             ):
-                return refuse_changes(model, root, hooks, traced)
+                return refuse_changes(model, root, hooks, traced, self.left)
         except AutoptdError as error:
             raise placed(error) from None
         except SizeNeeded:

@@ -61,6 +61,7 @@ class Traced:
     rows: dict[str, SampleRows] = field(default_factory=dict)  # input -> its samples, if they are not rows of dim 0
     known: dict[str, Tensor] = field(default_factory=dict)  # input -> its row in every sample, if the graph is for that
     left_out: tuple[str, ...] = ()  # places of checks of data, which are not in the graph
+    left: set[tuple[str, str]] = field(default_factory=set)  # Python values where a pass leaves a tensor, by `Name`
     written: frozenset[str] = frozenset()  # inputs that forward writes to; in the graph, to copies of them
     settled: bool = False  # whether forward replaces modules in its first pass: the graph is of the model after that
     conditions: tuple[SizeCondition, ...] = ()  # under which the graph is what the model computes

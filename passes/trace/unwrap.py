@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoptd.errors import InputsError, TraceError
+from autoptd.passes.kept.copies import shallow_copy
 
 _SHOWN = 4  # places named in an error
 _DP = "pass the wrapped module, model.module: data parallelism is part of the plan"
@@ -56,13 +57,6 @@ def unwrap(model: nn.Module) -> nn.Module:
         return made[id(module)]
 
     return plain(model)
-
-
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a new module with the same attributes, parameters and children."""
-    made = type(module).__new__(type(module))
-    vars(made).update(vars(module))
-    return made
 
 
 def compiled_notes(model: nn.Module) -> list[str]:
@@ -213,44 +207,67 @@ def refuse_unsuitable(model: nn.Module) -> None:
 
 
 class UnregisteredTensor(InputsError):
-    """A trainable tensor is not read from a module that registers it, maybe since forward makes the module."""
+    """A tensor of the model is not read as its module registers it, maybe since forward makes the module."""
 
 
-class RefuseUnregistered(TorchFunctionMode):
-    """Mode that raises InputsError if torch is called with a trainable tensor that `model` does not register.
+class RegisteredTensors(TorchFunctionMode):
+    """Mode in which torch reads the traced tensors of `model` where code reaches those that they stand for, as a loss
+    does that closes over the model, or a list of buffers.
 
-    `names`: names of parameters by id: those of the user's model, and of the copy that is traced.
+    `names`: names of parameters and buffers by id: those of the user's model, and of the copy that is traced. Raises
+    UnregisteredTensor for a trainable tensor that `model` does not register; at the end for a buffer read so if forward
+    puts another tensor in its place, since code that holds the first one does not see that.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
         super().__init__()
-        self.known, self.names = {id(p) for p in model.parameters()}, names
+        self.model, self.names, self.read = model, names, set[str]()
+        self.traced = registered(model)
+        self.known = {id(x) for x in self.traced.values()}
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        now = registered(self.model)
+        if raised[0] is None and (moved := [name for name in self.read if now.get(name) is not self.traced[name]]):
+            raise UnregisteredTensor(
+                f"forward puts another tensor in the place of {moved[0]}, which is read from a list, a closure or the "
+                "like as well: that may hold the first one",
+                where=moved[0],
+                fix="write to it in place (x.copy_(…)), or read it as an attribute of the module in forward",
+            )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # control flow such as torch.cond calls dynamo while it is traced, and dynamo would trace this loop too
-        for x in () if torch.compiler.is_dynamo_compiling() else pytree.tree_leaves((args, kwargs)):
-            # tensors computed from the model are traced, and have one of the tracer's classes
-            own = (type(x) is Tensor and not _is_functorch_wrapped_tensor(x)) or isinstance(x, nn.Parameter)
-            if own and x.requires_grad and id(x) not in self.known:
-                self._refuse(x)
+        if not torch.compiler.is_dynamo_compiling():
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            found = [self._traced(x) if isinstance(x, Tensor) else x for x in leaves]
+            if any(x is not y for x, y in zip(leaves, found, strict=True)):
+                args, kwargs = pytree.tree_unflatten(found, spec)
         return func(*args, **(kwargs or {}))
 
-    def _refuse(self, x: Tensor) -> None:
-        if not (name := self.names.get(id(x))):
+    def _traced(self, x: Tensor) -> Tensor:
+        if id(x) in self.known:
+            return x
+        if name := self.names.get(id(x)):
+            self.read.add(name)
+            return self.traced[name]
+        # tensors computed from the model are traced, and have one of the tracer's classes
+        own = (type(x) is Tensor and not _is_functorch_wrapped_tensor(x)) or isinstance(x, nn.Parameter)
+        if own and x.requires_grad:
             raise UnregisteredTensor(
                 f"a trainable tensor {list(x.shape)} is used that no module registers, so that no optimizer would "
                 "train it",
                 fix="make it an nn.Parameter of the model or of a loss that is an nn.Module, store layers in an "
                 "nn.ModuleList; or detach() it if it is a constant",
             )
-        raise UnregisteredTensor(
-            f"the parameter {name} is not read from its module, but from a list, a closure or the like, and would "
-            "become a constant",
-            fix="read it as an attribute of the module in forward; a loss takes it from the outputs, or is a "
-            "method of the model",
-        )
+        return x
+
+
+def registered(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model, by all of their names."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def eval_notes(model: nn.Module) -> list[str]:

@@ -308,18 +308,6 @@ def computed(model: Plain) -> nn.Module:
     return model
 
 
-def parameter_in_a_list(model: Plain) -> nn.Module:
-    class Listed(Scored):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = [self.middle.weight]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x @ self.weights[0])
-
-    return Listed()
-
-
 def in_a_list(model: Plain) -> nn.Module:
     class Listed(Scored):
         def __init__(self) -> None:
@@ -355,14 +343,8 @@ REFUSED: dict[str, tuple[Callable[[Any], nn.Module], type[AutoptdError], str, st
     "computed once": (
         computed,
         InputsError,
-        "first.weight is not read from its module",
-        "as an attribute of the module",
-    ),
-    "a parameter in a list": (
-        parameter_in_a_list,
-        InputsError,
-        "middle.weight is not read from its module",
-        "as an attribute of the module",
+        "a trainable tensor [32, 32] is used that no module registers",
+        "make it an nn.Parameter of the model",
     ),
     "layers in a list": (in_a_list, InputsError, "no module registers", "nn.ModuleList"),
     "a lock": (locked, TraceError, "cannot be copied", "copy.deepcopy(model)"),

@@ -16,7 +16,7 @@ from autoptd.compile.traced import TracedModel
 from autoptd.cost_models.cluster import Cluster
 from autoptd.layout.mesh import Mesh
 from autoptd.parallel import Parallel
-from autoptd.passes.trace.loss import loss_of
+from autoptd.passes.trace.loss import read_objective
 from autoptd.progress import Silent
 from autoptd.search.constraints.options import read_constraints
 from autoptd.testing.parity import Trained, train_in_lockstep
@@ -48,7 +48,8 @@ def traced(name: str, precision: str) -> TracedModel:
 def of_one_process(name: str, precision: str) -> float:
     model, scale = copy.deepcopy(case(name).model).to(DTYPES[precision]), 2.0**10
     batch = batches(name)[0]
-    (loss_of(model(**batch), case(name).loss, batch).float() * scale).backward()
+    objective, _ = read_objective(case(name).loss, batch)
+    (objective.of_outputs(model(**batch), batch, objective.loss).float() * scale).backward()
     found = {n: p.grad.double() / scale for n, p in model.named_parameters() if p.grad is not None}
     return error(found, alone(name, "sgd").gradients)
 

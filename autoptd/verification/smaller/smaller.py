@@ -27,6 +27,7 @@ from autoptd.compile.traced import TracedModel
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.layout.sample_rows import SHARED, shared
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.passes.kept.copies import stand_for
 from autoptd.passes.sharding.expert_regions import expert_parameters
 from autoptd.passes.trace.loss import Targets
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
@@ -146,9 +147,10 @@ def _smaller(
 ) -> tuple[TracedModel, tuple[str, ...]]:
     """Return the smaller model, traced, and the changes of its widths, in words."""
     narrower = None if ranks is None else _narrow(planned.model, ranks, sizes.get(str(SEQUENCE), 1))
-    model, changed = narrower or (copied(planned.model), ())
+    model, changed = narrower or (copied(planned.model)[0], ())
     if narrower is not None:
         carry_settings(model, planned.model)
+    stand_for(model, planned.model)
     drop_layers(model, planned.folded, kept)
     says = hasattr(model, "example_inputs") or not hasattr(planned.model, "example_inputs")
     examples, objective = _examples(planned, sizes), planned.objective

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import InputsError, TraceError, UnsupportedOp
 from autoptd.passes.losses.loss_form import LossForm, loss_form
-from autoptd.passes.trace.loss import loss_of
+from autoptd.passes.trace.loss import read_objective
 from autoptd.passes.trace.trace import trace
 from tests.everyday_losses import (
     CLASSES,
@@ -25,6 +26,11 @@ from tests.everyday_losses import (
     ragged,
 )
 from tests.passes.interpret import assert_same, assert_unchanged, in_microbatches, normalised, whole
+
+
+def loss_of(out: Any, loss: Callable[..., Tensor] | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    objective, _ = read_objective(loss, inputs)
+    return objective.of_outputs(out, inputs, objective.loss)
 
 
 @pytest.mark.parametrize("name", EXACT)

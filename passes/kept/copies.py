@@ -1,0 +1,113 @@
+"""Attributes of a model's objects while a copy of the model runs in its place.
+
+    loss=lambda out, y: F.cross_entropy(out, y) + model.aux
+
+This loss holds the model itself, and would read what `aux` was when the copy was made. Until the copy has run, the
+model's modules and objects have the attributes of their copies: `aux` is what the copy's forward has set. So code that
+calls a module of the model, or reads its parameters, calls and reads those of the copy.
+
+A list cannot be another list: one that the loss holds by itself is given the elements of its copy at the end of
+forward, and the copy those that the loss leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from autoptd.passes.kept.python_values import copied, holders, refill, values_of
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+_DEPTH, _MOST = 3, 1000  # of lists in lists, and elements of a list, that are looked at
+_STANDS_FOR: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+
+def stand_for(made: nn.Module, module: nn.Module) -> None:
+    """Let code that holds a module have `made`, another one, wherever a copy of that is traced or run."""
+    _STANDS_FOR[made] = module
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a new module with the same attributes, parameters and children, which stands for the given one."""
+    made = type(module).__new__(type(module))
+    vars(made).update(vars(module))
+    stand_for(made, module)
+    return made
+
+
+class Copies:
+    """The objects of a model that `copy.deepcopy` has copied. `memo`: its dictionary, after that."""
+
+    def __init__(self, memo: Mapping[int, Any]) -> None:
+        originals: list[Any] = memo.get(id(memo), [])  # which deepcopy keeps alive
+        self.pairs = [(x, memo[id(x)]) for x in originals if not isinstance(x, Tensor) and id(x) in memo]
+        for x, made in self.pairs[:]:
+            while isinstance(x, nn.Module) and (x := _STANDS_FOR.get(x)) is not None:
+                self._replace(x, made)
+
+    def _replace(self, x: nn.Module, made: nn.Module) -> None:
+        """Let `made` be the copy of `x`, also where the loss is a module that registers `x`: not as its child there, as
+        the loss may be a child of `made`."""
+        own = {id(other) for y, other in self.pairs if y is x}
+        for _, holder in self.pairs:
+            children = holder._modules if isinstance(holder, nn.Module) else {}
+            for name in [name for name, child in children.items() if id(child) in own]:
+                del children[name]
+                vars(holder)[name] = made
+        self.pairs += [(other, made) for y, other in self.pairs if y is x]
+        self.pairs = [pair for pair in self.pairs if pair[0] is not x] + [(x, made)]
+
+    @contextmanager
+    def standing_in(self, model: nn.Module, loss: object) -> Iterator[None]:
+        """Give the objects the attributes of their copies, for passes of `model`, which is a copy, and then of a loss
+        that holds some of them."""
+        shared = [(x, vars(x), vars(made)) for x, made in self.pairs if _has_attributes(x)]
+        held = {id(x): x for x in _lists_of(loss)}
+        apart = [(held[id(x)], made) for x, made in self.pairs if id(x) in held]
+        before = [(x, copied(x)) for x, _ in apart]
+        ended = False
+
+        def begin(*_: object) -> None:
+            for x, made in apart if ended else ():
+                refill(made, x)  # what the loss has left
+
+        def end(*_: object) -> None:
+            nonlocal ended
+            ended = True
+            for x, made in apart:
+                refill(x, made)
+
+        hooks = (model.register_forward_pre_hook(begin), model.register_forward_hook(end)) if apart else ()
+        try:
+            for x, _, attributes in shared:
+                object.__setattr__(x, "__dict__", attributes)
+            yield
+        finally:
+            for x, attributes, _ in shared:
+                object.__setattr__(x, "__dict__", attributes)
+            for x, elements in before:
+                refill(x, elements)
+            for hook in hooks:
+                hook.remove()
+
+
+def _has_attributes(x: object) -> bool:
+    return hasattr(x, "__dict__") and not isinstance(x, type)
+
+
+def _lists_of(loss: object) -> list[object]:
+    """Return the lists and dictionaries that the code of a loss holds, also in others."""
+    found: dict[int, object] = {}
+    left = [x for holder in holders(nn.Module(), loss) for _, x in values_of(holder)]
+    for _ in range(_DEPTH):
+        lists = [x for x in left if isinstance(x, (list, dict, deque)) and len(x) <= _MOST and id(x) not in found]
+        found |= {id(x): x for x in lists}
+        left = [each for x in lists for each in (x.values() if isinstance(x, dict) else x)]
+    return list(found.values())

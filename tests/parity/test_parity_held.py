@@ -1,0 +1,228 @@
+"""Losses that hold the model, or values of it, read what its forward has left there in the same pass."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.api import Parallel
+from autoptd.errors import InputsError
+from autoptd.testing.parity import train_in_lockstep
+from autoptd.verification.verdict import verify_plan
+
+X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).double()
+Y = torch.arange(8) % 4
+Loss = Callable[[Tensor, Tensor], Any]
+
+
+class Auxiliary(nn.Module):
+    """Leaves terms of the loss on itself, in a list and in a dictionary, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.register_buffer("prior", torch.arange(4.0) * 0.3)
+        self.aux: Any = 0.0
+        self.terms: list[Tensor] = []
+        self.found: dict[str, Any] = {"aux": 0.0}
+        self.frozen_prior = [self.prior]
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.norm(self.up(x)))
+        self.aux = z.square().mean()
+        self.terms.clear()
+        self.terms.append(z.abs().mean())
+        self.found["aux"] = self.aux + z.mean()
+        if self.training:
+            self.prior.mul_(0.9)
+        return self.head(z)
+
+
+class Replaces(Auxiliary):
+    """Puts another tensor in the place of a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.prior = self.prior * 0.9
+        return super().forward(x)
+
+
+def penalty(out: Tensor, targets: Tensor, *, model: Auxiliary) -> Tensor:
+    return F.cross_entropy(out, targets) + model.aux
+
+
+class Held(nn.Module):
+    """A loss that is a module without parameters, and holds the model."""
+
+    def __init__(self, model: Auxiliary) -> None:
+        super().__init__()
+        self.models = [model]
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets) + self.models[0].aux + self.models[0].up.weight.square().mean()
+
+
+class Registered(nn.Module):
+    """A loss that is a module, and has the model as a child."""
+
+    def __init__(self, model: Auxiliary) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets) + self.model.aux + self.model.up.weight.square().mean()
+
+
+class Called:
+    def __init__(self, model: Auxiliary) -> None:
+        self.model = model
+
+    def __call__(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets) + self.model.aux
+
+
+def of_terms(terms: list[Tensor], found: dict[str, Any]) -> Loss:
+    def loss(out: Tensor, targets: Tensor) -> Tensor:
+        value = F.cross_entropy(out, targets) + sum(terms) + found["aux"]
+        terms.clear()
+        return value
+
+    return loss
+
+
+def of_prior(prior: Tensor) -> Loss:
+    return lambda out, targets: F.cross_entropy(out + prior, targets)
+
+
+def of_layer(layer: nn.Linear) -> Loss:
+    return lambda out, targets: F.cross_entropy(out, targets) + (layer.bias @ layer.weight).square().mean()
+
+
+def named(model: Auxiliary) -> Loss:
+    return lambda out, targets: {"loss": F.cross_entropy(out, targets) + model.aux, "aux": model.aux}
+
+
+LOSSES: dict[str, Callable[[Auxiliary], Any]] = {
+    "an attribute": lambda m: lambda out, targets: F.cross_entropy(out, targets) + m.aux,
+    "a list of the model": lambda m: lambda out, targets: F.cross_entropy(out, targets) + sum(m.terms),
+    "a list by itself": lambda m: of_terms(m.terms, m.found),
+    "a keyword": lambda m: functools.partial(penalty, model=m),
+    "an object": Called,
+    "a module": Held,
+    "a module with a child": Registered,
+    "terms": named,
+    "all parameters": lambda m: (
+        lambda out, targets: F.cross_entropy(out, targets) + 0.01 * sum(p.square().sum() for p in m.parameters())
+    ),
+    "a vector of them": lambda m: (
+        lambda out, targets: (
+            F.cross_entropy(out, targets) + 0.01 * nn.utils.parameters_to_vector(m.parameters()).abs().sum()
+        )
+    ),
+    "a layer": lambda m: of_layer(m.head),
+    "a buffer": lambda m: lambda out, targets: F.cross_entropy(out + m.prior, targets),
+    "a buffer by itself": lambda m: of_prior(m.prior),
+    "a buffer in a list": lambda m: lambda out, targets: F.cross_entropy(out + m.frozen_prior[0], targets),
+    "another pass": lambda m: (
+        lambda out, targets: F.cross_entropy(out, targets) + m(out @ m.head.weight @ m.up.weight).square().mean()
+    ),
+}
+
+
+def made(model: nn.Module, loss: Any, world: int = 1, **fix: Any) -> Parallel:
+    given = {"inputs": {"x": X}, "targets": Y, "loss": loss, "world": world, "batch": 8, "precision": "fp64"}
+    return autoptd.parallelize(model, optimizer="sgd", optimizer_options={"lr": 0.1}, fix=fix, **given)
+
+
+def alone(model: nn.Module, loss: Any, steps: int = 3) -> dict[str, Tensor]:
+    """Train the model itself; return its state."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss(model(X), Y)
+        (value["loss"] if isinstance(value, dict) else value).backward()
+        optimizer.step()
+    return {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+def are_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return max(float((found[name] - x).abs().max()) for name, x in wanted.items()) < 1e-12
+
+
+@pytest.mark.fault("a loss that holds the model")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_reads_what_forward_has_left(name: str) -> None:
+    torch.manual_seed(0)
+    model = Auxiliary()
+    before = copy.deepcopy((model.state_dict(), model.aux, model.terms, model.found, sorted(vars(model))))
+    loss = LOSSES[name](model)
+    parallels = [made(model, loss), made(model, loss, 2, dp=1, tp=1, pp=2), made(model, loss, 2, dp=2, tp=1, pp=1)]
+    after = model.state_dict(), model.aux, model.terms, model.found, sorted(vars(model))
+    assert str(before) == str(after), "planning leaves the model as it was"
+    batch = {"x": X, "targets": Y}
+    for _ in range(3):
+        parallels[0].train_step(batch)
+    states = [parallels[0].state_dict(), *(train_in_lockstep(each, [batch] * 3).state for each in parallels[1:])]
+    if name == "a list by itself":
+        model.terms.clear()
+    wanted = alone(model, loss)
+    assert all(are_equal(state, wanted) for state in states)
+
+
+@pytest.mark.parametrize("name", ["an attribute", "a list by itself", "terms", "another pass"])
+def test_a_verification_reads_it_too(name: str) -> None:
+    torch.manual_seed(0)
+    model = Auxiliary()
+    par = made(model, LOSSES[name](model), 2, dp=2, tp=1, pp=1)
+    source = autoptd.trace(model, inputs={"x": X}, targets=Y, loss=LOSSES[name](model), precision="fp64")
+    assert verify_plan(par.plan, source).passed
+
+
+def test_metrics_read_the_trained_parameters() -> None:
+    torch.manual_seed(0)
+    model = Auxiliary()
+    par = made(model, F.cross_entropy)
+    par.train_step({"x": X, "targets": Y})
+    metrics = {"held": lambda out, batch: (out * model.head.bias).sum(1) + model.prior.sum()}
+    found = par.evaluate([{"x": X, "targets": Y}], metrics)["held"]
+    model.load_state_dict(par.state_dict())
+    model.eval()
+    with torch.no_grad():
+        assert float(found) == pytest.approx(float(metrics["held"](model(X), {}).mean()), rel=1e-12)
+
+
+def test_a_model_that_is_called_between_the_steps_is_as_planned() -> None:
+    model = Auxiliary()
+    par = made(model, LOSSES["an attribute"](model))
+    batch = {"x": X, "targets": Y}
+    par.train_step(batch)
+    model.load_state_dict(par.state_dict())
+    model.eval()(X)
+    assert isinstance(model.aux, Tensor)
+    model.train()
+    par.train_step(batch)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_buffer_that_forward_replaces_is_not_read_by_itself(held: bool) -> None:
+    """Code that holds the first tensor does not see the new one, and code that holds the model does."""
+    torch.manual_seed(0)
+    model = Replaces()
+    loss = LOSSES["a buffer by itself" if held else "a buffer"](model)
+    if held:
+        with pytest.raises(InputsError, match="another tensor in the place of prior") as caught:
+            made(model, loss)
+        assert caught.value.where == "prior" and "copy_" in caught.value.fix
+        return
+    par = made(model, loss)
+    for _ in range(3):
+        par.train_step({"x": X, "targets": Y})
+    assert are_equal(par.state_dict(), alone(model, loss))
