@@ -29,7 +29,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "one number of a microbatch": "a median over the batch, which its rows read, is averaged over microbatches",
         "rows written twice": "x[i] += v adds all of v where i has an index twice, of which torch keeps one (refused)",
         "another evaluation": "an evaluation step runs what training computes, where eval mode takes another branch",
-        "a loss that holds the model": "a loss reads an attribute that forward sets as it was when the model was planned",
+        "a loss that holds the model": "a loss reads what forward leaves on the model as it was when that was planned",
         "a changed model": "what a training loop changes of a model stays as planned (refused), or is saved as it was",
         "a step without gradients": "a step under the caller's no_grad or inference mode moves no parameter",
         "zeros for no gradient": "a stage gets zeros for a tensor that later ones read detached: AdamW decays for them",

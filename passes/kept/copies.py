@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from autoptd.passes.kept.python_values import copied, holders, refill, values_of
 
-_CONTAINERS = (list, dict, set, deque)
-
-
 _DEPTH, _MOST = 3, 1000  # of lists in lists, and elements of a list, that are looked at
-_STANDS_FOR: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+Pairs = list[tuple[Any, Any]]  # objects, and what stands for each
+_EARLIER: WeakKeyDictionary[nn.Module, Pairs] = WeakKeyDictionary()  # of a module that stands for others; None: itself
 
 
-def stand_for(made: nn.Module, module: nn.Module) -> None:
-    """Let code that holds a module have `made`, another one, wherever a copy of that is traced or run."""
-    _STANDS_FOR[made] = module
+def stand_for(made: nn.Module, module: nn.Module, parts: Pairs | None = None) -> None:
+    """Let code that holds a module have `made`, another one, wherever a copy of that is traced or run. `parts`: what of
+    `made` stands for parts of the module."""
+    others = [(x, y) for x, y in parts or [] if x is not module]
+    _EARLIER[made] = [*_EARLIER.get(module, []), *others, (module, None)]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -47,20 +47,21 @@ class Copies:
 
     def __init__(self, memo: Mapping[int, Any]) -> None:
         originals: list[Any] = memo.get(id(memo), [])  # which deepcopy keeps alive
-        self.pairs = [(x, memo[id(x)]) for x in originals if not isinstance(x, Tensor) and id(x) in memo]
-        for x, made in self.pairs[:]:
-            while isinstance(x, nn.Module) and (x := _STANDS_FOR.get(x)) is not None:
-                self._replace(x, made)
+        self.pairs: Pairs = [(x, memo[id(x)]) for x in originals if not isinstance(x, Tensor) and id(x) in memo]
+        for held in [x for x, _ in self.pairs if isinstance(x, nn.Module)]:
+            for x, y in _EARLIER.get(held, []):
+                if (made := memo.get(id(held if y is None else y))) is not None:
+                    self._replace(x, made)
 
-    def _replace(self, x: nn.Module, made: nn.Module) -> None:
+    def _replace(self, x: object, made: object) -> None:
         """Let `made` be the copy of `x`, also where the loss is a module that registers `x`: not as its child there, as
         the loss may be a child of `made`."""
         own = {id(other) for y, other in self.pairs if y is x}
         for _, holder in self.pairs:
-            children = holder._modules if isinstance(holder, nn.Module) else {}
+            children: dict[str, Any] = holder._modules if isinstance(holder, nn.Module) else {}
             for name in [name for name, child in children.items() if id(child) in own]:
                 del children[name]
-                vars(holder)[name] = made
+                object.__setattr__(holder, name, made)
         self.pairs += [(other, made) for y, other in self.pairs if y is x]
         self.pairs = [pair for pair in self.pairs if pair[0] is not x] + [(x, made)]
 

@@ -147,10 +147,14 @@ def _smaller(
 ) -> tuple[TracedModel, tuple[str, ...]]:
     """Return the smaller model, traced, and the changes of its widths, in words."""
     narrower = None if ranks is None else _narrow(planned.model, ranks, sizes.get(str(SEQUENCE), 1))
-    model, changed = narrower or (copied(planned.model)[0], ())
     if narrower is not None:
+        model, changed = narrower
+        stand_for(model, planned.model)
         carry_settings(model, planned.model)
-    stand_for(model, planned.model)
+    else:
+        model, copies = copied(planned.model)
+        changed = ()
+        stand_for(model, planned.model, copies.pairs)
     drop_layers(model, planned.folded, kept)
     says = hasattr(model, "example_inputs") or not hasattr(planned.model, "example_inputs")
     examples, objective = _examples(planned, sizes), planned.objective
