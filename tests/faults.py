@@ -126,6 +126,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "gradients counted at every node": "a split backward pass counts a parameter once per op that uses it",
         "whole tensors wanted": "an optimizer that needs whole tensors updates a rank's part, such as its tp shard",
         "new values stay at the owner": "the owner of a whole parameter keeps its new value to itself",
+        "an optimizer of other parameters": "an optimizer built of a closure's parameters steps none that is trained",
         "parameters coupled": "an optimizer that reads several parameters reads those of a rank (it is refused)",
         "embeddings by the matrices' optimizer": "Muon updates embeddings and head too",
         "last microbatch alone": "every microbatch overwrites the gradient of the one before",

@@ -120,7 +120,7 @@ class Chosen:
         try:
             return construct(optimizer, given if len(self.groups) > 1 else given[0]["params"], options)
         except ValueError as error:
-            if not parameters:  # wrong options
+            if not parameters or isinstance(error, PlanError):  # wrong options
                 raise
             raise _unsuitable(optimizer, error) from error
 

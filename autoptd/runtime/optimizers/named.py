@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.optim import Optimizer
 
+from autoptd.errors import PlanError
 from autoptd.runtime.optimizers.lion import Lion
 
 Factory: TypeAlias = Callable[..., Optimizer]  # called with parameters, or with torch's parameter groups
@@ -60,9 +61,33 @@ READS: Mapping[type[Optimizer], Reads] = {
 
 
 def construct(optimizer: str | Factory, given: list[Any], options: Mapping[str, Any]) -> Optimizer:
-    """Call a factory, or make a named optimizer with its keywords and its fastest kernel."""
+    """Call a factory, or make a named optimizer with its keywords and its fastest kernel.
+
+    Raises PlanError for a factory whose optimizer has other parameters or groups than it was given: pieces of them on
+    several ranks, whose shapes and places are not those of the model's.
+    """
     if callable(optimizer):
-        return optimizer(given, **options)
+        made = optimizer(given, **options)
+        _check_groups(made, given)
+        return made
     named = NAMED[optimizer]
     chosen = {"fused", "foreach"} & options.keys() or not named.kernel
     return named.make(given, **({} if chosen else {named.kernel: True}) | dict(options))
+
+
+def _check_groups(made: Optimizer, given: list[Any]) -> None:
+    wanted = [group["params"] for group in given] if isinstance(given[0], Mapping) else [given]
+    groups = [group["params"] for group in getattr(made, "param_groups", [{"params": given}])]
+    if [[*map(id, group)] for group in groups] == [[*map(id, group)] for group in wanted]:
+        return
+    passed, held = ({id(p) for group in each for p in group} for each in (wanted, groups))
+    what = "puts parameters into groups of its own"
+    if held != passed:
+        what = "holds other parameters than those that it is given" if held - passed else "leaves out parameters"
+    raise PlanError(
+        f"the callable makes a {type(made).__name__} that {what}",
+        where="optimizer",
+        fix="give it all that the callable gets: lambda params: torch.optim.AdamW(params, lr=1e-3); and other options "
+        "by name: parameter_groups=[{'names': [n for n, p in model.named_parameters() if p.ndim < 2], "
+        "'weight_decay': 0.0}]",
+    )

@@ -85,6 +85,66 @@ def test_muon_by_class_names_the_way_out() -> None:
     assert 'optimizer="muon"' in caught.value.fix
 
 
+MODEL = nn.Linear(4, 4)
+OTHERS = {
+    "of the model": (lambda given: torch.optim.SGD(MODEL.parameters()), "holds other parameters"),
+    "by dims": (
+        lambda given: torch.optim.AdamW(
+            [
+                {"params": [p for p in given if p.ndim >= 2], "weight_decay": 0.1},
+                {"params": [p for p in given if p.ndim < 2], "weight_decay": 0.0},
+            ]
+        ),
+        "puts parameters into groups of its own",
+    ),
+    "by place": (
+        lambda given: torch.optim.SGD([{"params": given[:1]}, {"params": given[1:], "lr": 1.0}]),
+        "puts parameters into groups of its own",
+    ),
+    "in another order": (lambda given: torch.optim.SGD(given[::-1]), "puts parameters into groups of its own"),
+    "some": (lambda given: torch.optim.SGD(given[:2]), "leaves out parameters"),
+}
+
+
+@pytest.mark.fault("an optimizer of other parameters")
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_callable_takes_the_parameters_as_they_are_given(name: str) -> None:
+    """On several ranks they are pieces, whose shapes and places are not those of the model's."""
+    factory, says = OTHERS[name]
+    with pytest.raises(PlanError, match=says) as caught:
+        choose(factory, {}, parameters=NAMES).build(parameters())
+    assert "parameter_groups" in caught.value.fix
+    assert choose(torch.optim.SGD, {}, parameters=NAMES).build(parameters())
+
+
+def test_groups_by_dims_are_given_by_name() -> None:
+    """As the error of a callable that makes groups says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    alone, x, y = copy.deepcopy(model), torch.randn(8, 4).double(), torch.arange(8) % 4
+    par = autoptd.parallelize(
+        model,
+        world=1,
+        inputs={"input": x},
+        targets=y,
+        loss=nn.CrossEntropyLoss(),
+        batch=8,
+        precision="fp64",
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5),
+        parameter_groups=[{"names": [n for n, p in model.named_parameters() if p.ndim < 2], "weight_decay": 0.0}],
+    )
+    narrow = [p for p in alone.parameters() if p.ndim < 2]
+    groups = [{"params": [alone[0].weight, alone[2].weight]}, {"params": narrow, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        par.train_step({"input": x, "targets": y})
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+    found = par.state_dict()
+    assert max(float((found[name] - x).abs().max()) for name, x in alone.state_dict().items()) < 1e-12
+
+
 def test_schedulers_reach_every_optimizer() -> None:
     made = choose("muon", {"lr": 0.02, "adamw": {"lr": 3e-4}}, (), NAMES, HIDDEN).build(parameters())
     assert isinstance(made, SeveralOptimizers)
