@@ -109,7 +109,7 @@ OTHERS = {
 @pytest.mark.fault("an optimizer of other parameters")
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_callable_takes_the_parameters_as_they_are_given(name: str) -> None:
-    """On several ranks they are pieces, whose shapes and places are not those of the model's."""
+    """Pieces of the model's, on several ranks: their shapes and places are others."""
     factory, says = OTHERS[name]
     with pytest.raises(PlanError, match=says) as caught:
         choose(factory, {}, parameters=NAMES).build(parameters())
@@ -118,7 +118,7 @@ def test_a_callable_takes_the_parameters_as_they_are_given(name: str) -> None:
 
 
 def test_groups_by_dims_are_given_by_name() -> None:
-    """As the error of a callable that makes groups says."""
+    """Groups that the error of such a callable advises."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
     alone, x, y = copy.deepcopy(model), torch.randn(8, 4).double(), torch.arange(8) % 4
