@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.errors import InputsError
 from autoptd.planned_reads import (
@@ -38,6 +40,9 @@ _OUTSIDE = (
 _AGAIN = "change the model before parallelize, or call parallelize again"
 
 
+_TRAINED_BY = WeakIdKeyDictionary()  # parameter -> a weak reference to the PlannedModel that has it
+
+
 class PlannedModel:
     """A model and its loss as they were planned.
 
@@ -48,6 +53,7 @@ class PlannedModel:
         model.head = …, p.register_hook(…)     another structure, another backward pass
 
         teacher.load_state_dict(…)             other values of what forward or the loss reads from outside
+        critic_par.train_step(…)               the same, in tensors of another program
 
     Nothing of this reaches a program, so a step fails once it has changed.
     """
@@ -75,6 +81,8 @@ class PlannedModel:
         self._trained = [(name, p, p.requires_grad, _tensor_hooks(p)) for name, p in trained]
         self._values = _NotedTensors(_slots(found))
         self._outside = _NotedTensors(_slots(others) + [(name, outside, name) for name in outside])
+        self._others = [(name, p) for name, module in others for p in module.parameters(recurse=False)]
+        _TRAINED_BY.update({p: weakref.ref(self) for _, p in trained if p.requires_grad})
         self._given: Mapping[str, Tensor] = {}
         self._ahead = False  # whether a step was taken since the values were noted
         self._is_trial = False
@@ -131,6 +139,9 @@ class PlannedModel:
             raise _other(name, "has other values than", _VALUES)
         if name := self._outside.changed({}):
             raise _other(name, "has other values than", _OUTSIDE)
+        for name, by in [(name, _TRAINED_BY[p]()) for name, p in self._others if p in _TRAINED_BY]:
+            if by is not None and by is not self and by.is_behind:
+                raise _other(name, "is trained by another program, and has other values than", _OUTSIDE)
 
 
 def _read_by(

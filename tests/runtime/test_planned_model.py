@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -225,6 +226,25 @@ def test_a_teacher_that_changes_is_refused(place: str, change: str) -> None:
         parallel.train_step(batch)
     if change == "averaged":
         assert "a teacher's outputs" in str(caught.value)
+
+
+@pytest.mark.fault("a changed model")
+@pytest.mark.parametrize("part", [False, True])
+def test_a_critic_that_another_program_trains_is_refused(part: bool) -> None:
+    """A generator and its critic: the generator's loss would go on with the critic's first values."""
+    torch.manual_seed(0)
+    makes, critic = nn.Linear(4, 4).double(), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    read = critic[0] if part else critic
+    x = torch.randn(4, 4, dtype=torch.float64)
+    given: dict[str, Any] = {"world": 1, "inputs": {"input": x}, "batch": 4, "precision": "fp64"}
+    critic.requires_grad_(False)
+    ours = autoptd.parallelize(makes, loss=lambda out: -read(out).mean(), **given)
+    critic.requires_grad_(True)
+    theirs = autoptd.parallelize(critic, loss=lambda out: out.square().mean(), **given)
+    ours.train_step({"input": x})
+    theirs.train_step({"input": x})
+    with pytest.raises(InputsError, match="is trained by another program, and has other values"):
+        ours.train_step({"input": x})
 
 
 @pytest.mark.fault("a changed model")
