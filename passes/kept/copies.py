@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,9 +70,10 @@ class Copies:
     def standing_in(self, model: nn.Module, loss: object) -> Iterator[None]:
         """Give the objects the attributes of their copies, for passes of `model`, which is a copy, and then of a loss
         that holds some of them."""
-        shared = [(x, vars(x), vars(made)) for x, made in self.pairs if _has_attributes(x)]
-        held = {id(x): x for x in _lists_of(loss)}
-        apart = [(held[id(x)], made) for x, made in self.pairs if id(x) in held]
+        shared = [(x, vars(x), vars(made)) for x, made in self.pairs if _takes_attributes(x)]
+        held = {id(x) for x in _lists_of(loss)}
+        apart = [(x, made) for x, made in self.pairs if id(x) in held]
+        apart = [(vars(x), vars(made)) if isinstance(x, SimpleNamespace) else (x, made) for x, made in apart]
         before = [(x, copied(x)) for x, _ in apart]
         ended = False
 
@@ -99,16 +101,22 @@ class Copies:
                 hook.remove()
 
 
-def _has_attributes(x: object) -> bool:
-    return hasattr(x, "__dict__") and not isinstance(x, type)
+def _takes_attributes(x: object) -> bool:
+    """Return whether an object can be given the attributes of another."""
+    try:
+        object.__setattr__(x, "__dict__", vars(x))
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def _lists_of(loss: object) -> list[object]:
-    """Return the lists and dictionaries that the code of a loss holds, also in others."""
+    """Return the lists, dictionaries and namespaces that the code of a loss holds, also in others."""
     found: dict[int, object] = {}
     left = [x for holder in holders(nn.Module(), loss) for _, x in values_of(holder)]
     for _ in range(_DEPTH):
-        lists = [x for x in left if isinstance(x, (list, dict, deque)) and len(x) <= _MOST and id(x) not in found]
-        found |= {id(x): x for x in lists}
-        left = [each for x in lists for each in (x.values() if isinstance(x, dict) else x)]
+        left = [x for x in left if isinstance(x, (list, dict, deque, SimpleNamespace)) and id(x) not in found]
+        found |= {id(x): x for x in left}
+        held = [x if isinstance(x, (list, deque)) else (x if isinstance(x, dict) else vars(x)).values() for x in left]
+        left = [each for x in held if len(x) <= _MOST for each in x]
     return list(found.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,19 @@ class Auxiliary(nn.Module):
         if self.training:
             self.prior.mul_(0.9)
         return self.head(z)
+
+
+class Spaced(Auxiliary):
+    """Leaves a term in a namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = SimpleNamespace(aux=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.space.aux = out.square().mean()
+        return out
 
 
 class Replaces(Auxiliary):
@@ -98,6 +112,11 @@ def of_terms(terms: list[Tensor], found: dict[str, Any]) -> Loss:
     return loss
 
 
+def of_space(space: SimpleNamespace) -> Loss:
+    """Return a loss that holds the namespace itself: unlike other objects', its attributes cannot be another's."""
+    return lambda out, targets: F.cross_entropy(out, targets) + space.aux
+
+
 def of_prior(prior: Tensor) -> Loss:
     return lambda out, targets: F.cross_entropy(out + prior, targets)
 
@@ -114,6 +133,7 @@ LOSSES: dict[str, Callable[[Auxiliary], Any]] = {
     "an attribute": lambda m: lambda out, targets: F.cross_entropy(out, targets) + m.aux,
     "a list of the model": lambda m: lambda out, targets: F.cross_entropy(out, targets) + sum(m.terms),
     "a list by itself": lambda m: of_terms(m.terms, m.found),
+    "a namespace by itself": lambda m: of_space(m.space),
     "a keyword": lambda m: functools.partial(penalty, model=m),
     "an object": Called,
     "a module": Held,
@@ -161,11 +181,11 @@ def are_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_reads_what_forward_has_left(name: str) -> None:
     torch.manual_seed(0)
-    model = Auxiliary()
-    before = copy.deepcopy((model.state_dict(), model.aux, model.terms, model.found, sorted(vars(model))))
+    model = Spaced()
+    before = copy.deepcopy((model.state_dict(), model.aux, model.terms, model.found, model.space, sorted(vars(model))))
     loss = LOSSES[name](model)
     parallels = [made(model, loss), made(model, loss, 2, dp=1, tp=1, pp=2), made(model, loss, 2, dp=2, tp=1, pp=1)]
-    after = model.state_dict(), model.aux, model.terms, model.found, sorted(vars(model))
+    after = model.state_dict(), model.aux, model.terms, model.found, model.space, sorted(vars(model))
     assert str(before) == str(after), "planning leaves the model as it was"
     batch = {"x": X, "targets": Y}
     for _ in range(3):
