@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake  # private; seen in 2.13.0
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.errors import InputsError
@@ -206,12 +207,21 @@ class _Behind:
 
 
 class _SavedBehind(_Behind):
-    """Warns whoever asks for the model's `state_dict`, as to save it."""
+    """Warns whoever asks for the model's `state_dict`, as to save it, and whoever pickles the model."""
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.is_behind and not keep_vars:
             text = "this state_dict has the values that training began with, and par.state_dict() has those of now"
             warnings.warn(f"{text}: save that, or load it into the model first", stacklevel=3)
+
+    def __deepcopy__(self, memo: object) -> _SavedBehind:
+        return _SavedBehind()
+
+    def __reduce__(self) -> tuple[type[_Behind], tuple[()]]:
+        if self.is_behind:
+            text = "the model is saved with the values that training began with: for those of now, call "
+            warnings.warn(f"{text}model.load_state_dict(par.state_dict()) first", stacklevel=4)
+        return super().__reduce__()
 
 
 class _CalledBehind(_Behind):
@@ -277,7 +287,9 @@ def _state(x: Tensor | None) -> tuple[int, int, int]:
     """Return numbers that stay the same while a tensor is neither replaced nor written to by torch's ops."""
     if x is None:
         return 0, 0, 0
-    return id(x), 0 if x.is_inference() else x._version, x.data_ptr() if x.layout == torch.strided else 0
+    if type(x) not in (Tensor, nn.Parameter, nn.Buffer) or x.layout != torch.strided or is_fake(x):
+        return id(x), 0, 0
+    return id(x), 0 if x.is_inference() else x._version, x.data_ptr()
 
 
 def _structure(module: nn.Module) -> list[tuple[str, int]]:

@@ -340,16 +340,32 @@ def test_the_values_before_training_are_not_saved_unnoticed() -> None:
     parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
 
     def warns(asked: nn.Module) -> bool:
-        return _warned(lambda: torch.save(asked.state_dict(), io.BytesIO()), "values that training began with")
+        text = "values that training began with"
+        whole = _warned(lambda: torch.save(asked, io.BytesIO()), text)
+        assert whole == _warned(lambda: torch.save(asked.state_dict(), io.BytesIO()), text)
+        return whole
 
     assert not warns(model)
     parallel.train_step(batch)
-    assert warns(model) and not warns(copy.deepcopy(model)) and not warns(pickle.loads(pickle.dumps(model)))
+    assert warns(model) and not warns(copy.deepcopy(model))
+    with pytest.warns(UserWarning, match="the model is saved with the values that training began with"):
+        copied = pickle.loads(pickle.dumps(model))
+    assert not warns(copied)
     trained = parallel.state_dict()
     model.load_state_dict(trained)
     assert not warns(model)
     parallel.train_step(batch)
     assert warns(model)
+
+
+def test_a_trained_model_is_exported() -> None:
+    model, batch = Annealed(), {"x": torch.randn(4, 4)}
+    parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
+    parallel.train_step(batch)
+    model.load_state_dict(parallel.state_dict())
+    found = torch.export.export(model, (batch["x"],)).module()(batch["x"])
+    assert torch.equal(found, model(batch["x"]))
+    assert torch.equal(torch.compile(model, backend="eager")(batch["x"]), found)
 
 
 @pytest.mark.fault("a changed model")
