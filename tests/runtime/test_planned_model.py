@@ -363,6 +363,7 @@ def test_a_trained_model_is_exported() -> None:
     parallel = autoptd.parallelize(model, world=1, batch=4, inputs=batch, precision="fp32")
     parallel.train_step(batch)
     model.load_state_dict(parallel.state_dict())
+    model.eval()
     found = torch.export.export(model, (batch["x"],)).module()(batch["x"])
     assert torch.equal(found, model(batch["x"]))
     assert torch.equal(torch.compile(model, backend="eager")(batch["x"]), found)
