@@ -75,7 +75,8 @@ class PlannedModel:
         found = [(name, module) for root in roots for name, module in root.named_modules()]
         outside = outside or {}
         read, others = _read_by(found, loss, outside)
-        names = {name if " " in holder else f"{holder}.{name}".lstrip(".") for holder, name in left}
+        names = {f"{holder}.{name}".lstrip(".") for holder, name in left if " " not in holder}
+        names |= {name for holder, name in left if holder.startswith(("file ", "function "))}
         self._read = [each for each in read if each.name.partition("[")[0] not in names]
         self._modules = [(name, module, _structure(module), _hooks(module)) for name, module in found + others]
         trained = [(name, p) for root in roots for name, p in root.named_parameters()]

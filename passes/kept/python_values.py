@@ -63,15 +63,17 @@ class Holder:
 
 
 def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
-    """Yield a model's modules, and the classes, files, functions and objects of its code and of a loss; the
-    environment, which is looked at only."""
+    """Yield a model's modules, and the classes, files, functions, objects and other modules of its code and of a loss;
+    the environment, which is looked at only."""
     classes: dict[type, None] = {}
     code: dict[int, Any] = {}
     _find_code([loss], code)
     keep = (lambda name, value: None), (lambda name: None)  # libraries set some of it once
     yield Holder("the environment", os.environ, *keep)
     loss_modules = loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ()
-    for name, module in (*model.named_modules(), *loss_modules):
+    own = [*model.named_modules(), *loss_modules]
+    known = {id(vars(module)) for _, module in own}  # as a copy and its original may have the same
+    for name, module in own:
         put, drop = (functools.partial(f, module) for f in (object.__setattr__, object.__delattr__))
         yield Holder(name, vars(module), put, drop, restored=True)
         classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _is_own(cls)))
@@ -84,6 +86,8 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
     for key, value in code.items():
         if isinstance(value, types.FunctionType):
             yield _of_function(value, f"function {value.__qualname__}#{key}")
+        elif isinstance(value, nn.Module):
+            yield from _of_module(value, key, known)
         else:
             put, drop = (functools.partial(f, value) for f in (setattr, delattr))
             yield Holder(f"object {type(value).__qualname__}#{key}", _fields(value) or {}, put, drop)
@@ -226,14 +230,17 @@ def _contents(value: Any, known: dict[int, object]) -> object:
 
 
 def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
-    """Add the functions and the objects of the user's classes among values, and those that they hold."""
+    """Add the functions, modules and objects of the user's classes among values, and those that they hold."""
     stack = list(values)
     seen: dict[int, Any] = {}  # containers, which may hold themselves
     while stack:
         value = stack.pop()
         if type(value) in _NO_CODE or id(value) in seen or id(value) in found:
             continue
-        if isinstance(value, staticmethod | classmethod):
+        if isinstance(value, nn.Module):
+            found[id(value)] = value
+            stack += (x for m in value.modules() for key, x in vars(m).items() if key not in _OF_MODULES or x)
+        elif isinstance(value, staticmethod | classmethod):
             stack.append(value.__func__)
         elif isinstance(value, types.MethodType):
             stack += value.__func__, value.__self__
@@ -257,7 +264,7 @@ def _fields(value: Any) -> Mapping[str, object] | None:
     if isinstance(value, types.FunctionType):
         return _values_of(value) if _may_be_own(value.__module__ or "") else None
     kind = type(value).__module__
-    if not (kind in _PLAIN or is_users(kind)) or isinstance(value, nn.Module | Tensor | type | types.ModuleType):
+    if not (kind in _PLAIN or is_users(kind)) or isinstance(value, Tensor | type | types.ModuleType):
         return None
     slots = (name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
     try:
@@ -304,6 +311,18 @@ def _of_function(function: types.FunctionType, name: str) -> Holder:
             vars(function).pop(name, None)
 
     return Holder(name, _values_of(function), put, drop)
+
+
+def _of_module(root: nn.Module, number: int, known: set[int]) -> Iterator[Holder]:
+    """Yield the modules of one that is not the model's, and their buffers, but those that are known."""
+    for path, module in root.named_modules():
+        if id(vars(module)) in known:
+            continue
+        known.add(id(vars(module)))
+        put, drop = (functools.partial(f, module) for f in (object.__setattr__, object.__delattr__))
+        name, buffers = ".".join(filter(None, (type(root).__qualname__, path))), module._buffers
+        yield Holder(f"module {name}#{number}", vars(module), put, drop)
+        yield Holder(f"buffers of {name}#{number}", buffers, buffers.__setitem__, buffers.__delitem__)  # type: ignore[arg-type]
 
 
 def _is_own(cls: type) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.api import Parallel
-from autoptd.errors import InputsError
+from autoptd.errors import InputsError, UnsupportedOp
 from autoptd.testing.parity import train_in_lockstep
 from autoptd.verification.verdict import verify_plan
 
@@ -246,3 +246,52 @@ def test_a_buffer_that_forward_replaces_is_not_read_by_itself(held: bool) -> Non
     for _ in range(3):
         par.train_step({"x": X, "targets": Y})
     assert are_equal(par.state_dict(), alone(model, loss))
+
+
+class Criterion(nn.Module):
+    """A loss that is a module, which a function holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4).double())
+        self.calls = 0
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        self.last = out.detach().mean()
+        return F.cross_entropy(out, targets)
+
+
+class Counting(Criterion):
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(out * self.calls, targets)
+
+
+class Averaging(Criterion):
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        value = super().forward(out + self.mean, targets)
+        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+        return value
+
+
+@pytest.mark.fault("a loss that holds the model")
+@pytest.mark.parametrize(
+    ("criterion", "says"),
+    [
+        (Counting(), "forward changes calls of module Counting, a Python value, in every pass"),
+        (Averaging(), "forward reads mean of buffers of Averaging of the pass before"),
+    ],
+    ids=["counting", "averaging"],
+)
+def test_a_module_that_a_function_holds_keeps_nothing(criterion: Criterion, says: str) -> None:
+    with pytest.raises(UnsupportedOp, match=says):
+        made(Auxiliary(), lambda out, targets: criterion(out, targets))
+    assert criterion.calls == 0 and type(criterion.mean) is Tensor and not hasattr(criterion, "last")
+
+
+def test_a_module_that_a_function_holds_may_note_what_it_computes() -> None:
+    criterion, model = Criterion(), Auxiliary()
+    par = made(model, lambda out, targets: criterion(out, targets))
+    par.train_step({"x": X, "targets": Y})
+    criterion(model(X), Y)
+    par.train_step({"x": X, "targets": Y})
