@@ -279,7 +279,7 @@ class Averaging(Criterion):
     ("criterion", "says"),
     [
         (Counting(), "forward changes calls of module Counting, a Python value, in every pass"),
-        (Averaging(), "forward reads mean of buffers of Averaging of the pass before"),
+        (Averaging(), "mean of buffers of Averaging of the pass before"),
     ],
     ids=["counting", "averaging"],
 )
@@ -293,5 +293,7 @@ def test_a_module_that_a_function_holds_may_note_what_it_computes() -> None:
     criterion, model = Criterion(), Auxiliary()
     par = made(model, lambda out, targets: criterion(out, targets))
     par.train_step({"x": X, "targets": Y})
+    model.eval()
     criterion(model(X), Y)
+    model.train()
     par.train_step({"x": X, "targets": Y})
