@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import ForwardHooks, keeping
 from autoptd.passes.graph import updated_values
+from autoptd.passes.kept.left_tensors import Left
 from autoptd.passes.kept.python_values import KEEPERS, Holder, Name, copied, frozen, holders, label, refill, values_of
 from autoptd.passes.random.skipped_layers import equal_programs
 from autoptd.passes.trace.loss import Loss
@@ -130,7 +131,7 @@ class _Values:
         for holder in holders(model, root.objective.callable_of(model)):
             for name, value in values_of(holder):
                 state = frozen(value, known)
-                if state is None and not isinstance(value, KEEPERS):
+                if state is None and not isinstance(value, (*KEEPERS, Left)):
                     continue
                 found.holders[name], found.held[name], found.states[name] = holder, value, state
                 if not holder.restored:
