@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from autoptd.layout.layout import Layout
-from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
 from autoptd.passes.kept.copies import Copies
 from autoptd.passes.known.flex_attention import eager_flex_attention
 from autoptd.passes.trace.loss import Targets, read_objective
@@ -105,24 +104,24 @@ def train_alone(
     device = device or DEVICE
     objective, _ = read_objective(loss, {}, targets)
     objective, model = objective.joined(model)
-    memo: dict[int, Any] = {id(x): x.detach() for x in computed_tensors(model)}
-    model = copy_with_hooks(model, memo).to(device)
-    copies = Copies(memo)
+    copies = Copies(model, loss, {id(x): x.detach() for x in computed_tensors(model)})
+    model = copies.model.to(device)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stepper = choose(optimizer, optimizer_options or {}, groups, trained, hidden).build(trained)
     losses, norms, gradients = [], [], {}
-    for step, batch in enumerate(batches):
-        stepper.zero_grad()
-        with eager_flex_attention(), copies.standing_in(model, objective.callable_of(model)):
-            mine = tree_map_only(Tensor, lambda x: x.detach().to(device, copy=True), objective.nest.flat(batch))
-            value = objective.value(model, mine)
-        value.backward()
-        parameters = list(model.parameters())
-        norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))
-        losses.append(float(value.detach()))
-        if step == 0:
-            gradients = on_host({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        stepper.step()
+    with copies.standing_in():
+        for step, batch in enumerate(batches):
+            stepper.zero_grad()
+            with eager_flex_attention():
+                mine = tree_map_only(Tensor, lambda x: x.detach().to(device, copy=True), objective.nest.flat(batch))
+                value = objective.value(model, mine)
+            value.backward()
+            parameters = list(model.parameters())
+            norms.append(float(nn.utils.clip_grad_norm_(parameters, float("inf") if clip_norm is None else clip_norm)))
+            losses.append(float(value.detach()))
+            if step == 0:
+                gradients = on_host({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            stepper.step()
     return Trained(tuple(losses), tuple(norms), gradients, on_host(model.state_dict()))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoptd.errors import PlanError
-from autoptd.passes.custom_grad.hook_copies import bound_to, copy_with_hooks
+from autoptd.passes.custom_grad.hook_copies import bound_to
 from autoptd.passes.kept.copies import Copies
 from autoptd.passes.trace.skeleton import computed_tensors
 
@@ -28,16 +28,15 @@ _HOOKS = (
 )
 
 
-def copied(model: nn.Module) -> tuple[nn.Module, Copies]:
-    """Return a deep copy of the model, including the hooks of its parameters, and the copies of its objects.
+def copied(model: nn.Module, loss: object) -> Copies:
+    """Return a deep copy of the model, including the hooks of its parameters, for passes with a loss.
 
     What a forward pass left on a module, such as a recurrent state, is copied without the graph that it came from.
     """
-    memo: dict[int, Any] = {id(x): x.detach().clone() for x in computed_tensors(model)}
-    made = copy_with_hooks(model, memo)
-    for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
+    copies = Copies(model, loss, {id(x): x.detach().clone() for x in computed_tensors(model)})
+    for mine, theirs in zip(copies.model.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
-    return made, Copies(memo)
+    return copies
 
 
 def carry_parameter_hooks(to: Tensor, of: Tensor) -> None:

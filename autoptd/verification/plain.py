@@ -116,10 +116,10 @@ def train_plain(
     draws: None disables dropout. rounded: change the last bits of all parameters first. Raises NoReference for a step
     that is not finite or has no gradient, MoreDraws, and what the model raises.
     """
-    model, copies = copied(source.model)
+    copies = copied(source.model, source.objective.loss)
     objective = source.objective.in_precision(torch.float64, source.model)
-    with copies.standing_in(model, objective.callable_of(model)):
-        return _train_copy(model, objective, source, batches, optimizer, options, draws, rounded=rounded)
+    with copies.standing_in():
+        return _train_copy(copies.model, objective, source, batches, optimizer, options, draws, rounded=rounded)
 
 
 def _train_copy(

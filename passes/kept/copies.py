@@ -6,8 +6,8 @@ This loss holds the model itself, and would read what `aux` was when the copy wa
 model's modules and objects have the attributes of their copies: `aux` is what the copy's forward has set. So code that
 calls a module of the model, or reads its parameters, calls and reads those of the copy.
 
-A list cannot be another list: one that the loss holds by itself is given the elements of its copy at the end of
-forward, and the copy those that the loss leaves.
+A list cannot be another list: those that code holds by itself, as a global or in a closure, are not copied. They have
+their elements back at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
 from autoptd.passes.kept.python_values import copied, holders, refill, values_of
 
 _DEPTH, _MOST = 3, 1000  # of lists in lists, and elements of a list, that are looked at
@@ -44,14 +45,18 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 class Copies:
-    """The objects of a model that `copy.deepcopy` has copied. `memo`: its dictionary, after that."""
+    """A copy of a model for passes with a loss, and what of its objects stands for those of the model."""
 
-    def __init__(self, memo: Mapping[int, Any]) -> None:
-        originals: list[Any] = memo.get(id(memo), [])  # which deepcopy keeps alive
-        self.pairs: Pairs = [(x, memo[id(x)]) for x in originals if not isinstance(x, Tensor) and id(x) in memo]
+    def __init__(self, model: nn.Module, loss: object, memo: Mapping[int, Any]) -> None:
+        """`memo`: copies of some of the model's tensors, by id, as `copy.deepcopy` takes them."""
+        self._held = _held_by_code(model, loss)
+        known: dict[int, Any] = {id(x): x for x in self._held} | dict(memo)
+        self.model = copy_with_hooks(model, known)
+        originals: list[Any] = known.get(id(known), [])  # which deepcopy keeps alive
+        self.pairs: Pairs = [(x, known[id(x)]) for x in originals if not isinstance(x, Tensor) and id(x) in known]
         for held in [x for x, _ in self.pairs if isinstance(x, nn.Module)]:
             for x, y in _EARLIER.get(held, []):
-                if (made := memo.get(id(held if y is None else y))) is not None:
+                if (made := known.get(id(held if y is None else y))) is not None:
                     self._replace(x, made)
 
     def _replace(self, x: object, made: object) -> None:
@@ -66,28 +71,17 @@ class Copies:
         self.pairs += [(other, made) for y, other in self.pairs if y is x]
         self.pairs = [pair for pair in self.pairs if pair[0] is not x] + [(x, made)]
 
+    def joined(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return the attributes of the copy's modules that are lists which code holds too: (attributes, name, list)."""
+        held = {id(x) for x in self._held}
+        every = (vars(module) for module in self.model.modules())
+        return [(attributes, name, x) for attributes in every for name, x in attributes.items() if id(x) in held]
+
     @contextmanager
-    def standing_in(self, model: nn.Module, loss: object) -> Iterator[None]:
-        """Give the objects the attributes of their copies, for passes of `model`, which is a copy, and then of a loss
-        that holds some of them."""
+    def standing_in(self) -> Iterator[None]:
+        """Give the objects the attributes of their copies, for passes of the copy of the model and then of the loss."""
         shared = [(x, vars(x), vars(made)) for x, made in self.pairs if _takes_attributes(x)]
-        held = {id(x) for x in _lists_of(loss)}
-        apart = [(x, made) for x, made in self.pairs if id(x) in held]
-        apart = [(vars(x), vars(made)) if isinstance(x, SimpleNamespace) else (x, made) for x, made in apart]
-        before = [(x, copied(x)) for x, _ in apart]
-        ended = False
-
-        def begin(*_: object) -> None:
-            for x, made in apart if ended else ():
-                refill(made, x)  # what the loss has left
-
-        def end(*_: object) -> None:
-            nonlocal ended
-            ended = True
-            for x, made in apart:
-                refill(x, made)
-
-        hooks = (model.register_forward_pre_hook(begin), model.register_forward_hook(end)) if apart else ()
+        before = [(_elements(x), copied(_elements(x))) for x in self._held]
         try:
             for x, _, attributes in shared:
                 object.__setattr__(x, "__dict__", attributes)
@@ -97,8 +91,6 @@ class Copies:
                 object.__setattr__(x, "__dict__", attributes)
             for x, elements in before:
                 refill(x, elements)
-            for hook in hooks:
-                hook.remove()
 
 
 def _takes_attributes(x: object) -> bool:
@@ -110,13 +102,17 @@ def _takes_attributes(x: object) -> bool:
     return True
 
 
-def _lists_of(loss: object) -> list[object]:
-    """Return the lists, dictionaries and namespaces that the code of a loss holds, also in others."""
-    found: dict[int, object] = {}
-    left = [x for holder in holders(nn.Module(), loss) for _, x in values_of(holder)]
+def _held_by_code(model: nn.Module, loss: object) -> list[Any]:
+    """Return the lists, dictionaries and namespaces that functions, files and objects hold, also in others."""
+    found: dict[int, Any] = {}
+    left = [x for holder in holders(model, loss) if not holder.restored for _, x in values_of(holder)]
     for _ in range(_DEPTH):
         left = [x for x in left if isinstance(x, (list, dict, deque, SimpleNamespace)) and id(x) not in found]
         found |= {id(x): x for x in left}
-        held = [x if isinstance(x, (list, deque)) else (x if isinstance(x, dict) else vars(x)).values() for x in left]
+        held = [x.values() if isinstance(x, dict) else x for x in map(_elements, left)]
         left = [each for x in held if len(x) <= _MOST for each in x]
     return list(found.values())
+
+
+def _elements(x: Any) -> Any:
+    return vars(x) if isinstance(x, SimpleNamespace) else x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import ForwardHooks, keeping
 from autoptd.passes.graph import updated_values
+from autoptd.passes.kept.copies import Copies
 from autoptd.passes.kept.left_tensors import Left
 from autoptd.passes.kept.python_values import KEEPERS, Holder, Name, copied, frozen, holders, label, refill, values_of
 from autoptd.passes.random.skipped_layers import equal_programs
@@ -52,18 +53,19 @@ def _states() -> dict[str, Any]:
 
 
 def refuse_changes(
-    model: nn.Module, root: Loss, hooks: ForwardHooks, trace: Callable[[], ExportedProgram], kept: set[Name]
+    copies: Copies, root: Loss, hooks: ForwardHooks, trace: Callable[[], ExportedProgram], kept: set[Name]
 ) -> ExportedProgram:
-    """Return the trace of `root`, which wraps `model`. Raises UnsupportedOp if the second pass is not as the first.
+    """Return the trace of `root`, which wraps a copy. Raises UnsupportedOp if the second pass is not as the first.
 
     That is where every pass changes a Python value (`python_values.py`), a pass reads a tensor that the pass before
     left in one, or a value that the first pass sets decides what the second computes. What only the first pass sets,
     such as a length, is a cache. A second trace, made if needed, tells. It has something that no op takes for each
     tensor that the first pass left. Python values are afterwards as before. `kept`: gets the names of these tensors.
     """
+    model, joined = copies.model, copies.joined()
     start = _Values.of(model, root)
     try:
-        found, first = _traced(model, root, trace, start)
+        found, first = _traced(model, root, trace, start, joined)
         left = root.left.found
         kept.update(left)
         changed = first.changed_since(start)
@@ -75,7 +77,7 @@ def refuse_changes(
         for name, stand_in in left.items():
             first.put(name, stand_in)
         try:
-            again, second = _traced(model, root, trace, first)
+            again, second = _traced(model, root, trace, first, joined)
         except Exception as error:
             if hooks.collects:
                 raise keeping(hooks) from error
@@ -231,16 +233,25 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _traced(
-    model: nn.Module, root: Loss, trace: Callable[[], ExportedProgram], before: _Values
+    model: nn.Module,
+    root: Loss,
+    trace: Callable[[], ExportedProgram],
+    before: _Values,
+    joined: Sequence[tuple[dict[str, Any], str, Any]],
 ) -> tuple[ExportedProgram, _Values]:
-    """Return the trace, and the model's Python values at the end of forward. torch.export fills lists and dictionaries
-    again with what they held; those that have changed are copied before."""
+    """Return the trace, and the model's Python values at the end of forward.
+
+    torch.export gives modules other lists and dictionaries, with what they held before; those that have changed are
+    copied for that. But `joined`, which code holds too, stay in their places, with what they hold now.
+    """
     seen: list[_Values] = []
+    shared = {id(x) for *_, x in joined}
 
     def end(*_: object) -> None:
         values = _Values.of(model, root)
         for name in values.changed_since(before):
-            values.held[name] = tree_map(lambda x: x, values.held[name])
+            if id(values.held[name]) not in shared:
+                values.held[name] = tree_map(lambda x: x, values.held[name])
         seen.append(values)
 
     hook = root.register_forward_hook(end)
@@ -250,3 +261,5 @@ def _traced(
         return program, seen[-1]
     finally:
         hook.remove()
+        for attributes, name, x in joined:
+            attributes[name] = x

@@ -23,17 +23,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoptd.errors import InputsError, TraceError
-from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
 from autoptd.passes.kept.copies import Copies
 from autoptd.passes.trace.traced import PRECISIONS
 
 
-def skeleton(
-    model: nn.Module, precision: str, device: str, mode: AbstractContextManager[Any]
-) -> tuple[nn.Module, Copies]:
+def skeleton(model: nn.Module, loss: object, precision: str, device: str, mode: AbstractContextManager[Any]) -> Copies:
     """Return a copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied.
 
-    Also returns the copies of its other objects. Parameters and buffers are created under `mode`. Other tensor
+    Parameters and buffers are created under `mode`. Other tensor
     attributes keep their values, except those computed from parameters (the weight of a weight-normed layer): these are
     recomputed, or refused when they are read.
     """
@@ -47,8 +44,9 @@ def skeleton(
             memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=own, device=device), requires_grad=p.requires_grad)
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
-    made = prepare_norms(without_caches(copy_with_hooks(model, memo)))
-    return made, Copies(memo)
+    copies = Copies(model, loss, memo)
+    prepare_norms(without_caches(copies.model))
+    return copies
 
 
 @torch.no_grad()

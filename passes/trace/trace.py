@@ -337,14 +337,15 @@ class _Exporter:
         """Export on a device, without data. Inputs are new tensors: torch.export would merge identical objects."""
         mode = fake_cpu() if device == "cpu" else nullcontext()
         with copying():
-            model, copies = skeleton(self.model, self.precision, device, mode)
+            copies = skeleton(self.model, self.objective.loss, self.precision, device, mode)
+        model = copies.model
         names = {id(x): name for whole in (self.model, model) for name, x in registered(whole).items()}
         reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
         objective = self.objective.in_precision(PRECISIONS[self.precision], self.model)
-        root, loss = Loss(model, objective, names, self.casts, self.rows, reads), objective.callable_of(model)
+        root = Loss(model, objective, names, self.casts, self.rows, reads)
         if self.evaluating:
             root.eval()
-        with mode, copies.standing_in(model, loss):
+        with mode, copies.standing_in():
             fake = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.specs.items()}
             if self.settled:
                 settle(model, lambda: objective.value(model, fake))
@@ -385,9 +386,9 @@ class _Exporter:
                 plain_checkpoints(root),
                 as_one_process(),
                 torch.set_grad_enabled(not self.evaluating),
-                copies.standing_in(model, loss),
+                copies.standing_in(),
             ):
-                return refuse_changes(model, root, hooks, traced, self.left)
+                return refuse_changes(copies, root, hooks, traced, self.left)
         except AutoptdError as error:
             raise placed(error) from None
         except SizeNeeded:

@@ -61,6 +61,23 @@ class Spaced(Auxiliary):
         return out
 
 
+TERMS: list[Tensor] = []
+
+
+class Global(Auxiliary):
+    """Leaves a term in a list of this file, which it holds as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.globals = TERMS
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        TERMS.clear()
+        self.globals.append(out.square().mean())
+        return out
+
+
 class Replaces(Auxiliary):
     """Puts another tensor in the place of a buffer."""
 
@@ -195,6 +212,21 @@ def test_a_loss_reads_what_forward_has_left(name: str) -> None:
         model.terms.clear()
     wanted = alone(model, loss)
     assert all(are_equal(state, wanted) for state in states)
+
+
+@pytest.mark.fault("a loss that holds the model")
+@pytest.mark.parametrize("held", [True, False])
+def test_a_list_of_a_file_is_one_list(held: bool) -> None:
+    """The model and its code hold one list, which a copy of the model must not part."""
+    torch.manual_seed(0)
+    TERMS.clear()
+    model = Global()
+    par = made(model, lambda out, y: F.cross_entropy(out, y) + sum(model.globals if held else TERMS))
+    assert not TERMS
+    for _ in range(3):
+        par.train_step({"x": X, "targets": Y})
+    wanted = alone(model, lambda out, y: F.cross_entropy(out, y) + sum(TERMS))
+    assert are_equal(par.state_dict(), wanted)
 
 
 @pytest.mark.parametrize("name", ["an attribute", "a list by itself", "terms", "another pass"])

@@ -102,13 +102,14 @@ def _not_the_model(trial: Trial, whole: GraphRun, wrong: dict[str, float]) -> Pl
 def _outputs(trial: Trial) -> Iterator[Output]:
     """Yield the outputs of all modules that return a tensor, in the order of the calls, on the first batch."""
     source = trial.subject.source
-    model, copies = copied(source.model)
+    copies = copied(source.model, source.objective.loss)
+    model = copies.model
     objective = source.objective.in_precision(torch.float64, source.model)
     found: list[Output] = []
     for path, module in model.named_modules():
         module.register_forward_hook(_output_hook(found, path))
     draws = trial.draws if trial.drops else None
-    with copies.standing_in(model, objective.callable_of(model)):
+    with copies.standing_in():
         one_pass(model, trial.batches[0], objective, keyed(source, draws, DropoutKey(0)))
     yield from found
 

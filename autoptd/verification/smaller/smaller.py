@@ -152,8 +152,8 @@ def _smaller(
         stand_for(model, planned.model)
         carry_settings(model, planned.model)
     else:
-        model, copies = copied(planned.model)
-        changed = ()
+        copies = copied(planned.model, planned.objective.loss)
+        model, changed = copies.model, ()
         stand_for(model, planned.model, copies.pairs)
     drop_layers(model, planned.folded, kept)
     says = hasattr(model, "example_inputs") or not hasattr(planned.model, "example_inputs")
