@@ -12,6 +12,7 @@ their elements back at the end.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
 from autoptd.passes.kept.python_values import copied, holders, refill, values_of
 
+_ONE_AT_A_TIME = threading.RLock()  # of threads: two would give back each other's attributes
 _DEPTH, _MOST = 3, 1000  # of lists in lists, and elements of a list, that are looked at
 Pairs = list[tuple[Any, Any]]  # objects, and what stands for each
 _EARLIER: WeakKeyDictionary[nn.Module, Pairs] = WeakKeyDictionary()  # of a module that stands for others; None: itself
@@ -80,17 +82,18 @@ class Copies:
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Give the objects the attributes of their copies, for passes of the copy of the model and then of the loss."""
-        shared = [(x, vars(x), vars(made)) for x, made in self.pairs if _takes_attributes(x)]
-        before = [(_elements(x), copied(_elements(x))) for x in self._held]
-        try:
-            for x, _, attributes in shared:
-                object.__setattr__(x, "__dict__", attributes)
-            yield
-        finally:
-            for x, attributes, _ in shared:
-                object.__setattr__(x, "__dict__", attributes)
-            for x, elements in before:
-                refill(x, elements)
+        with _ONE_AT_A_TIME:
+            shared = [(x, vars(x), vars(made)) for x, made in self.pairs if _takes_attributes(x)]
+            before = [(_elements(x), copied(_elements(x))) for x in self._held]
+            try:
+                for x, _, attributes in shared:
+                    object.__setattr__(x, "__dict__", attributes)
+                yield
+            finally:
+                for x, attributes, _ in shared:
+                    object.__setattr__(x, "__dict__", attributes)
+                for x, elements in before:
+                    refill(x, elements)
 
 
 def _takes_attributes(x: object) -> bool:
