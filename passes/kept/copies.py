@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
 from autoptd.passes.kept.python_values import copied, holders, refill, values_of
 
-_ONE_AT_A_TIME = threading.RLock()  # of threads: two would give back each other's attributes
+one_at_a_time = threading.RLock()  # of threads: two would give back each other's attributes
 _DEPTH, _MOST = 3, 1000  # of lists in lists, and elements of a list, that are looked at
 Pairs = list[tuple[Any, Any]]  # objects, and what stands for each
 _EARLIER: WeakKeyDictionary[nn.Module, Pairs] = WeakKeyDictionary()  # of a module that stands for others; None: itself
@@ -82,7 +82,7 @@ class Copies:
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Give the objects the attributes of their copies, for passes of the copy of the model and then of the loss."""
-        with _ONE_AT_A_TIME:
+        with one_at_a_time:
             shared = [(x, vars(x), vars(made)) for x, made in self.pairs if _takes_attributes(x)]
             before = [(_elements(x), copied(_elements(x))) for x in self._held]
             try:

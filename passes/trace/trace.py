@@ -24,6 +24,7 @@ from autoptd.passes.custom_grad.hooks import ForwardHooks, refuse_unseen_hooks
 from autoptd.passes.custom_grad.trace_calls import OwnCalls, record_own_calls
 from autoptd.passes.gc_pause import without_collector
 from autoptd.passes.graph import updated_values
+from autoptd.passes.kept.copies import one_at_a_time
 from autoptd.passes.known.known import written_to_trace
 from autoptd.passes.known.numbers import SizeNeeded
 from autoptd.passes.known.one_type import OneType
@@ -336,7 +337,7 @@ class _Exporter:
     def _on(self, device: str, repeats: bool) -> torch.export.ExportedProgram:
         """Export on a device, without data. Inputs are new tensors: torch.export would merge identical objects."""
         mode = fake_cpu() if device == "cpu" else nullcontext()
-        with copying():
+        with one_at_a_time, copying():
             copies = skeleton(self.model, self.objective.loss, self.precision, device, mode)
         model = copies.model
         names = {id(x): name for whole in (self.model, model) for name, x in registered(whole).items()}
