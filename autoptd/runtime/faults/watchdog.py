@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from autoptd.errors import AutoptdError, CheckpointError, OutOfMemory, RuntimeFault
 from autoptd.layout.rank_tree import children
+from autoptd.outputs import exit_now, to_stderr
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import RankStatus, Snapshot, ranks
 from autoptd.runtime.faults.store_poller import StorePoller
 from autoptd.runtime.faults.waits import Waits
-from autoptd.text import printable
 
 _LINGER_S = 5.0  # the longest that the store's process waits at exit for the other ranks
 _LOOKED_AT = 32  # ranks whose processes it looks at in an exchange meanwhile
@@ -115,7 +115,7 @@ class Watchdog:
         cause = self._cause_of(error, here)
         self._propose(cause)
         if self.cause == cause:  # the error itself may not name the action
-            _to_stderr(f"the job ends: {cause}\n  where  {cause.lines()}")
+            to_stderr(f"the job ends: {cause}\n  where  {cause.lines()}")
 
     def _propose(self, cause: Cause) -> None:
         self._poller.propose(cause)
@@ -126,7 +126,7 @@ class Watchdog:
             raise cause.fault(self._rank, self.status.snapshot())
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.cause is None:
+        if self.cause is None and self._process.pid == os.getpid():  # not in a fork of it
             self._report_own(error, self.status.snapshot())
         self._hook(kind, error, trace)
 
@@ -209,9 +209,8 @@ class Watchdog:
         """Exit the process: its main thread is stuck or ignores the cause."""
         assert self.cause is not None
         fault = self.cause.fault(self._rank, self.status.snapshot())
-        sys.stdout.flush()
-        _to_stderr(f"rank {self._rank} ends: {fault}")
-        os._exit(1)
+        to_stderr(f"rank {self._rank} ends: {fault}")
+        exit_now(1)
 
     def _check_store(self) -> None:
         since, broken = self._poller.busy_since, self._poller.error
@@ -269,7 +268,7 @@ class Watchdog:
         if waited >= self.limits.stuck_s:
             self._propose(cause)
         elif waiting[0] == self._rank:
-            _to_stderr(f"{cause}\n  where  {cause.lines()}")
+            to_stderr(f"{cause}\n  where  {cause.lines()}")
 
 
 def _state(beat: Beat | None) -> str:
@@ -292,11 +291,6 @@ def _kill_stopped(beat: Beat | None) -> None:
     if beat is not None and beat.process.state() == "stopped":
         with suppress(OSError):
             os.kill(beat.process.pid, signal.SIGKILL)
-
-
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(f"autoptd: {printable(text)}\n")
-    sys.stderr.flush()
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import subprocess
 import sys
 import threading
@@ -186,6 +189,59 @@ def test_a_store_that_is_gone_is_a_cause() -> None:
     assert soon(lambda: watch.cause)
     assert "rank 0 is silent" in str(watch.cause) and "its store is gone: Broken pipe" in str(watch.cause)
     watch._stop.set()
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_report_that_cannot_be_printed_ends_no_watch(
+    watches: Callable[..., Watchdog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    first, second = watches(0, 2, Timeouts(tick_s=0.05, silent_s=5, slow_s=0.2, stuck_s=0.8, grace_s=30)), watches(1)
+    second.status.enter("F2", 1, 2, "blocks.1")
+    first.status.set_comm(PendingComm(first.status, "receive from", (1,)))
+    assert soon(lambda: first.cause)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_stuck_process_ends_though_its_output_cannot_be_written(closed: bool) -> None:
+    """The reader of the pipe has ended, or the script has closed its streams."""
+    closing = "for stream in (sys.stdout, sys.stderr): stream.close()" if closed else ""
+    goes_to = "os.devnull" if closed else "1"
+    script = f"""
+import os, sys, threading, torch.distributed as dist
+from autoptd.runtime.faults.heartbeat import Cause, Timeouts
+from autoptd.runtime.faults.rank_status import Snapshot
+from autoptd.runtime.faults.watchdog import Watchdog
+watch = Watchdog(dist.HashStore(), 0, 2, Timeouts(tick_s=0.05, grace_s=0.2), host=None)
+watch.start()
+sys.stdout = open({goes_to}, "w", buffering=1000)
+print("a line that is kept until the end")
+{closing}
+watch._propose(Cause(1, "ended", Snapshot(), 0))
+threading.Event().wait(20)
+"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=writes, stderr=writes, check=False)
+    os.close(writes)
+    assert done.returncode == 1
+
+
+def test_an_error_in_a_fork_is_not_this_rank_s(
+    watches: Callable[..., Watchdog], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch, hooked = watches(0), list[BaseException]()
+    watch._hook = lambda kind, error, trace: hooked.append(error)
+    monkeypatch.setattr(os, "getpid", lambda: watch._process.pid + 1)
+    watch._uncaught(ValueError, ValueError("of a child"), None)
+    assert len(hooked) == 1 and watch.cause is None and not capsys.readouterr().err
 
 
 def test_reports_read_back() -> None:
