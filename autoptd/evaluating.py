@@ -73,7 +73,7 @@ class Evaluating(RunningRank):
         trainer = self._unchanging
         with self._not_training():
             self._programs.of("eval_step", self._check_evaluates)
-            with self._watch:
+            with self._calling("eval_step()"):
                 return trainer.eval_step(batch)
 
     def evaluate(self, batches: Iterable[Mapping[str, Any]], metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class Evaluating(RunningRank):
         found, left = list[Tensor](), iter(batches)
         batch = next(left, None)
         while True:
-            with self._watch:
+            with self._calling("evaluate() or predict()"):
                 rows = evaluator.rows(batch)
             if rows is None:
                 break
@@ -153,7 +153,7 @@ class Evaluating(RunningRank):
             made = self._programs.of(
                 key, lambda: make_evaluation(self._source, self.plan, Metrics.of(objective, functions))
             )
-            with self._watch:
+            with self._calling("evaluate() or predict() of other metrics"):
                 check_same_program(made.program.files, trainer.communicators)
                 self._evaluators[key] = made.metrics, self._started(made)
         return self._evaluators[key]

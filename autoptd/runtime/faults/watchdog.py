@@ -30,6 +30,7 @@ import torch.distributed as dist
 from autoptd.errors import AutoptdError, CheckpointError, OutOfMemory, RuntimeFault
 from autoptd.layout.rank_tree import children
 from autoptd.outputs import exit_now, to_stderr
+from autoptd.runtime.faults.calls import Calls
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import RankStatus, Snapshot, ranks
 from autoptd.runtime.faults.store_poller import StorePoller
@@ -37,6 +38,7 @@ from autoptd.runtime.faults.waits import Waits
 
 _LINGER_S = 5.0  # the longest that the store's process waits at exit for the other ranks
 _LOOKED_AT = 32  # ranks whose processes it looks at in an exchange meanwhile
+_CALLS = Calls()  # of this process
 
 
 class Watchdog:
@@ -46,12 +48,13 @@ class Watchdog:
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, limits: Timeouts, host: int | None) -> None:
-        self.status = RankStatus(failing=self._raise_cause)
+        self.status = RankStatus(failing=self._raise_cause, calls=_CALLS, announce=self._announce)
         self.limits = limits
         self._rank, self._world, self._host = rank, world, host
         self._process = Process.mine()
         self._next = (rank + 1) % world
         self._below = children(rank, world)
+        self._mixed: Cause | None = None  # that another rank calls another method
         self._lost: tuple[int, ...] = ()  # ranks to which a connection is broken
         self._asks = False  # rank 0 who keeps others waiting
         self._cause: Cause | None = None
@@ -80,6 +83,10 @@ class Watchdog:
         here = self.status.snapshot()
         if error is None or isinstance(error, CheckpointError):
             return
+        if isinstance(error, Exception) and not isinstance(error, AutoptdError):
+            self._check_calls(0 if here.action else 2 * self.limits.tick_s)
+            if self._mixed is not None:
+                raise (self.cause or self._mixed).fault(self._rank, here) from None
         if here.comm and isinstance(error, RuntimeError):
             raise self._consequence(error, here) from None
         if self.cause is None and (here.action or here.comm):
@@ -157,7 +164,9 @@ class Watchdog:
     def _beat(self, number: int) -> Beat:
         known, status = self.cause is not None or self._poller.closed, self.status
         here, process = status.snapshot(), self._process
-        return Beat(self._rank, number, status.count, here, process, self._done, known, self._waits(here))
+        return Beat(
+            self._rank, number, status.count, here, process, self._done, known, self._waits(here), status.calls.last
+        )
 
     def _waits(self, here: Snapshot) -> Waits:
         """Return who waits, of this rank and those below it; of those below a rank that has ended, nothing is known."""
@@ -202,6 +211,7 @@ class Watchdog:
                 continue
             else:
                 self._check_store()
+                self._check_calls()
                 self._check_neighbour()
                 self._check_waiting()
 
@@ -239,6 +249,34 @@ class Watchdog:
                 self._propose(Cause(rank, _state(beat), _last_snapshot(beat), self._rank))
                 self._stopped = beat
                 return
+
+    def _announce(self) -> None:
+        self._poller.exchange(self.limits.tick_s)
+
+    def _check_calls(self, for_s: float = 0.0) -> None:
+        """Report a rank that has called another method than this one, where either waits for the other.
+
+        for_s: after an error that may be a consequence, the time until the other's heartbeat says so.
+        """
+        until = time.monotonic() + for_s
+        while self.cause is None:
+            for rank, beat in sorted(dict(self._poller.beats).items()):
+                own = self.status.calls.instead_of(beat.call)
+                if own is not None and rank != self._rank:
+                    self._mixed = self._not_the_same(beat, own.method)
+                    self._propose(self._mixed)
+                    return
+            if time.monotonic() >= until:
+                return
+            self._poller.exchange(self.limits.tick_s / 10)
+
+    def _not_the_same(self, beat: Beat, own: str) -> Cause:
+        theirs = beat.call.method
+        what = f"called {theirs}, where rank {self._rank} called {own}"
+        if theirs == own:
+            what = f"called other methods before {own} than rank {self._rank}"
+        fix = "call the same methods on all ranks, in the same order"
+        return Cause(beat.rank, what, beat.snapshot, self._rank, fix)
 
     def _check_waiting(self) -> None:
         """Report or end the job for the rank that keeps others waiting; the lowest waiting rank prints the report."""

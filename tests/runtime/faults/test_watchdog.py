@@ -21,6 +21,7 @@ from autoptd.errors import CheckpointError, InputsError, PlanError, RuntimeFault
 from autoptd.layout.rank_tree import children
 from autoptd.runtime.comm.process_group import default_store
 from autoptd.runtime.comm.restart_store import attempt_store
+from autoptd.runtime.faults.calls import Calls
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Snapshot, Unwatched
 from autoptd.runtime.faults.watchdog import Watchdog, _last_snapshot
@@ -189,6 +190,46 @@ def test_a_store_that_is_gone_is_a_cause() -> None:
     assert soon(lambda: watch.cause)
     assert "rank 0 is silent" in str(watch.cause) and "its store is gone: Broken pipe" in str(watch.cause)
     watch._stop.set()
+
+
+def test_ranks_in_different_methods_are_told_so(watches: Callable[..., Watchdog]) -> None:
+    """`if par.rank == 0: par.evaluate(…)` waits for something else than what the others send in a step."""
+    first, second = watches(0), watches(1)
+    for each, methods in ((first, ["train_step()", "eval_step()"]), (second, ["train_step()"] * 2)):
+        each.status.calls = Calls()
+        for method in methods:
+            with each.status.within(method), PendingComm(each.status, "all-reduce with", (0, 1)):
+                pass
+    assert soon(lambda: first.cause)
+    assert str(first.cause) in (
+        "rank 1 called train_step(), where rank 0 called eval_step()",
+        "rank 0 called eval_step(), where rank 1 called train_step()",
+    )
+    with pytest.raises(RuntimeFault, match="in the same order"), second:
+        pass
+
+
+def test_what_a_broken_message_does_to_a_rank_is_explained(watches: Callable[..., Watchdog]) -> None:
+    first, second = watches(0), watches(1)
+    first.status.calls, second.status.calls = Calls(), Calls()
+    with second.status.within("train_step()"), PendingComm(second.status, "all-reduce with", (0, 1)):
+        pass
+    with pytest.raises(RuntimeFault, match=r"called evaluate\(\)"):  # noqa: SIM117
+        with first, first.status.within("evaluate()"):
+            with PendingComm(first.status, "all-gather with", (0, 1)):
+                pass
+            raise RuntimeError("Storage size calculation overflowed")
+
+
+def test_a_call_counts_once_it_communicates() -> None:
+    """The sum that a step began may be waited for by one rank alone, as in its `state_dict()`."""
+    status = RankStatus()
+    begun = PendingComm(status, "all-gather with", (1,))
+    with status.within("train_step()"), begun:
+        pass
+    with status.within("state_dict()"), begun:
+        pass
+    assert [call.method for call in status.calls.made] == ["", "train_step()"]
 
 
 class FullDisk(io.StringIO):
