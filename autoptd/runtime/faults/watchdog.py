@@ -149,7 +149,7 @@ class Watchdog:
                 self._poller.close_store()
             until = time.monotonic() + _LINGER_S
             while not self._all_know() and time.monotonic() < until:
-                self._poller.exchange(self.limits.tick_s)
+                self._poller.update(self.limits.tick_s)
                 time.sleep(self.limits.tick_s / 10)
         self._stop.set()
         self._poller.stop()
@@ -251,7 +251,7 @@ class Watchdog:
                 return
 
     def _announce(self) -> None:
-        self._poller.exchange(self.limits.tick_s)
+        self._poller.update(self.limits.tick_s)
 
     def _check_calls(self, for_s: float = 0.0) -> None:
         """Report a rank that has called another method than this one, where either waits for the other.
@@ -268,7 +268,7 @@ class Watchdog:
                     return
             if time.monotonic() >= until:
                 return
-            self._poller.exchange(self.limits.tick_s / 10)
+            self._poller.known.wait(self.limits.tick_s / 10)
 
     def _not_the_same(self, beat: Beat, own: str) -> Cause:
         theirs = beat.call.method

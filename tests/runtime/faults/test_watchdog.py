@@ -221,6 +221,21 @@ def test_what_a_broken_message_does_to_a_rank_is_explained(watches: Callable[...
             raise RuntimeError("Storage size calculation overflowed")
 
 
+def test_many_announcements_make_no_rank_silent() -> None:
+    """Ranks that alternate between two methods announce each call; silence is counted in ticks."""
+    watch, other = (Watchdog(dist.HashStore(), rank, 2, Timeouts(tick_s=3600), None) for rank in (0, 1))
+    watch._poller.start()
+    other._poller.number = 1
+    watch._poller._store.set("autoptd/watch/beat/1", other._beat(1).to_json())
+    for _ in range(40):
+        for method in ("train_step()", "eval_step()"):
+            with watch.status.within(method), PendingComm(watch.status, "all-reduce with", (1,)):
+                assert watch._poller.number > 0
+    assert watch._poller.number > 40
+    assert watch._poller.missed_ticks.get(1, 0) <= 1
+    watch._poller.stop()
+
+
 def test_a_call_counts_once_it_communicates() -> None:
     """The sum that a step began may be waited for by one rank alone, as in its `state_dict()`."""
     status = RankStatus()
