@@ -193,7 +193,8 @@ def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str], shared: Collect
     if batch is None:
         raise InputsError(
             "there is no batch: the data loader ran dry",
-            fix="end the epoch at the same step on every rank: parallel.sampler(…) gives all as many batches",
+            fix="end the epoch at the same step on every rank: parallel.sampler(…) gives all as many batches; "
+            "evaluate(…) goes on with those of the other ranks",
         )
     if not isinstance(batch, Mapping):
         raise InputsError(
