@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from autoptd.caller_modes import usual_modes
 from autoptd.errors import AutoptdError, InputsError, nearest
-from autoptd.outputs import write_whole
+from autoptd.outputs import to_stderr, write_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -113,8 +113,7 @@ class PrintOnce:
             with redirect_stderr(io.StringIO()):  # other hooks do more than print: they notify other ranks
                 self.before(kind, error, trace)
             text = f"{kind.__name__}: {error.what} (rank {printer} shows the details)"
-            sys.stderr.write(f"autoptd: rank {rank}: {text}\n")
-            sys.stderr.flush()
+            to_stderr(f"rank {rank}: {text}")
         _record(text)
 
 

@@ -74,7 +74,7 @@ class Evaluating(RunningRank):
         trainer = self._unchanging
         with self._not_training():
             conditions = self._programs.of("eval_step", self._check_evaluates)
-            with self._watch:
+            with self._calling("eval_step()"):
                 return trainer.eval_step(batch, conditions)
 
     def evaluate(self, batches: Iterable[Mapping[str, Any]], metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ class Evaluating(RunningRank):
         found, left = list[Tensor](), iter(batches)
         batch = next(left, None)
         while True:
-            with self._watch:
+            with self._calling("evaluate() or predict()"):
                 rows = evaluator.rows(batch)
             if rows is None:
                 break
@@ -154,7 +154,7 @@ class Evaluating(RunningRank):
             made = self._programs.of(
                 key, lambda: make_evaluation(self._source, self.plan, Metrics.of(objective, functions))
             )
-            with self._watch:
+            with self._calling("evaluate() or predict() of other metrics"):
                 check_same_program(made.program.files, trainer.communicators)
                 self._evaluators[key] = made.metrics, self._started(made)
         return self._evaluators[key]

@@ -1,9 +1,12 @@
-"""Safe reading and writing of files: atomic, never through a symbolic link, never those of another user.
+"""Safe reading and writing of files: atomic, never through a symbolic link, never those of another user; and the
+process's own streams.
 
     write_whole      writes to an unpredictable name in the same folder, then renames
     make_folder      makes a folder that files are written into
     private_folder   makes a temporary folder for this user alone, until the process ends
     read_own         reads a file that only this user could have written
+    to_stderr        prints a message to standard error, if that can be written
+    exit_now         ends the process, whether or not standard output can be written
 
 A link in place of a file is always refused. A folder may be a link, since people make these on purpose, unless another
 user has put the link into a world-writable folder such as /tmp (the case that Linux's `protected_symlinks` covers).
@@ -16,12 +19,15 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from autoptd.errors import PlanFileError
+from autoptd.text import printable
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ELSEWHERE = "choose a file in an existing folder that you may write to"
@@ -124,3 +130,17 @@ def _is_own(found: os.stat_result) -> bool:
     """Return whether this is a regular file of this user that no other user may write to."""
     mine = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISREG(found.st_mode) and mine
+
+
+def to_stderr(text: str) -> None:
+    """Print a message to standard error, unless that is closed, a pipe without a reader, or a file on a full disk."""
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(f"autoptd: {printable(text)}\n")
+        sys.stderr.flush()
+
+
+def exit_now(status: int) -> NoReturn:
+    """End the process without handlers at exit; what standard output holds is written before, if it can be."""
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(status)

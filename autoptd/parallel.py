@@ -250,7 +250,11 @@ class Parallel(Evaluating, Saving):
         trainer = self._unchanging
         if self._meter.step == 0:
             self._meter.restart()
-        with self._watch, compiling(self._compiled), explained(trainer, self.plan, self._source, self._resident):
+        with (
+            self._calling("train_step()"),
+            compiling(self._compiled),
+            explained(trainer, self.plan, self._source, self._resident),
+        ):
             self._loss = trainer.train_step(batch)
             bank, names = self._source.objective.bank, self._source.objective.terms
             self._terms = {name: trainer.whole(f"{bank}.{name}") for name in names}
@@ -325,13 +329,13 @@ class Parallel(Evaluating, Saving):
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's full gradients by original name, on every rank. Collective."""
-        with self._watch:
+        with self._calling("gradients()"):
             return self._running.gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return full tensors by original name, tied ones under each of their names, on every rank. Collective."""
         names = self._source.model.state_dict(keep_vars=True)
-        with self._watch:
+        with self._calling("state_dict()"):
             found = self._unchanging.state_dict(names)
         found |= {alias: found[name] for alias, name in self._source.folded.traced.aliases.items() if name in found}
         others = self._unheld([name for name, x in names.items() if name not in found and isinstance(x, Tensor)])

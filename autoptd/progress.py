@@ -163,6 +163,6 @@ def progress_on(stream: TextIO) -> Progress:
 
 def progress_of(value: Progress | bool | None) -> Progress:
     """Return the `Progress` that a keyword stands for: True is what fits standard error, False and None the log."""
-    if value is True:
-        return progress_on(sys.stderr)
+    if value is True:  # standard error is None or closed in a process without a terminal
+        return Logged() if getattr(sys.stderr, "closed", True) else progress_on(sys.stderr)
     return value or Logged()

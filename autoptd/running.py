@@ -104,12 +104,19 @@ class RunningRank(ABC):
         return self._meter.paused(self._running.communicators.device)
 
     @contextmanager
-    def _with_all(self, doing: str) -> Iterator[None]:
+    def _calling(self, method: str) -> Iterator[None]:
+        """Watch a method that all ranks call, in the same order as others."""
+        watch = self._watch
+        with watch, watch.status.within(method):
+            yield
+
+    @contextmanager
+    def _with_all(self, doing: str, method: str = "") -> Iterator[None]:
         """Watch a collective outside of training steps, with no time limit."""
         watch = self._watch
         watch.status.leave(doing)
         try:
-            with watch, PendingComm(watch.status, "with", ()):
+            with self._calling(method), PendingComm(watch.status, "with", ()):
                 yield
         finally:
             watch.status.leave()

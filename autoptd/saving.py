@@ -48,7 +48,7 @@ class Saving(RunningRank):
             fix = "give None to keep all checkpoints, or a number from 1 that includes the new one"
             raise CheckpointError(f"keep={keep!r} is no number of checkpoints", where="keep", fix=fix)
         self._unchanging  # noqa: B018  raises RuntimeFault
-        with self._with_all(f"saving step {self.step}"):
+        with self._with_all(f"saving step {self.step}", "save()"):
             self._session.save(Path(directory), self.step, others or {}, keep)
             if wait:
                 self._session.wait()
@@ -72,7 +72,7 @@ class Saving(RunningRank):
         optimizer: False leaves out the optimizer's state. Step, seed and loss scale are still the checkpoint's.
         Files are checked against their digests first. Raises CheckpointError on every rank.
         """
-        with self._with_all("loading"):
+        with self._with_all("loading", "load()"):
             self._meter.step = self._session.load(Path(path), others or {}, optimizer=optimizer)
         self._evaluators.clear()  # they have copies of what no step reads
         return self.step
@@ -84,7 +84,7 @@ class Saving(RunningRank):
         are named in a warning and skipped. Raises CheckpointError on every rank if all of them are damaged, belong to
         another model, or the ranks do not share a folder that they can write to; `load` needs read access only.
         """
-        with self._with_all("resuming"):
+        with self._with_all("resuming", "resume()"):
             step, damaged = self._session.resume(Path(directory), others or {})
         self._evaluators.clear()
         if damaged and self.rank == 0:
@@ -103,7 +103,7 @@ class Saving(RunningRank):
 
         def agree(number: int) -> int:
             communicators = self._running.communicators
-            with self._with_all("asking whether to stop"):
+            with self._with_all("asking whether to stop", "asked()"):
                 most = torch.tensor([float(number)], device=communicators.device)
                 return int(communicators.world.all_reduce(most, "max"))
 
@@ -144,7 +144,7 @@ class Saving(RunningRank):
         generation = getattr(model, "generation_config", None)
         if generation is not None and hasattr(generation, "to_diff_dict"):
             configurations["generation_config.json"] = generation.to_diff_dict()
-        with self._with_all("exporting weights"):
+        with self._with_all("exporting weights", "export_weights()"):
             RunningWeights(trainer.communicators, whole).write(Path(directory), sizes, loss, configurations)
 
     @cached_property

@@ -75,3 +75,11 @@ def test_plan_says_the_best_that_it_has_found():
     inputs = {"input": torch.zeros(4, 64)}
     plan = autoptd.plan(model, world=8, inputs=inputs, loss=lambda out: out.sum(), cluster="dgx-h100", progress=Says())
     assert said[-1] == f"best so far {plan.predicted.step_time_s:.3g} s a step"
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()])
+def test_without_standard_error_progress_is_logged(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch):
+    if stream is not None:
+        stream.close()
+    monkeypatch.setattr("sys.stderr", stream)
+    assert isinstance(progress_of(True), Logged)

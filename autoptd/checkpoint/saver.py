@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +26,9 @@ from autoptd.checkpoint.index import Index, merged, to_json
 from autoptd.checkpoint.progress import to_bytes
 from autoptd.checkpoint.torch_index import METADATA
 from autoptd.errors import CheckpointError
+from autoptd.outputs import exit_now, to_stderr
 from autoptd.runtime.comm.along_tree import Reasons, of_all, to_root
 from autoptd.runtime.comm.members import group_of_members
-from autoptd.text import printable
 
 T = TypeVar("T")
 _unseen: list[BaseException] = []  # errors of saves that no call has raised by the end of the process
@@ -41,8 +39,7 @@ def _exit_with_status_1() -> None:
     """End the process with status 1, which no handler at exit can return, if a save failed that no call waited for."""
     if _unseen:
         logging.shutdown()
-        sys.stdout.flush()
-        os._exit(1)
+        exit_now(1)
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,7 @@ class Saver:
         if self._error is not None and (self.rank == 0 or not isinstance(self._error, CheckpointError)):
             fix = "end the script with finish_saving(), which raises this error"
             text = f"saving {self._saving} failed: {self._error}\n  fix    {fix}"
-            sys.stderr.write(f"autoptd: {printable(text)}\n")
-            sys.stderr.flush()
+            to_stderr(text)
 
     def _run(self, job: _Job, written: threading.Event) -> None:
         try:

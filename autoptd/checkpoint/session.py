@@ -60,7 +60,7 @@ class Session:
         self.wait()
         fix = "call save on all ranks after the same step, with one folder and the same others"
         self._saver.agree("the ranks do not save the same checkpoint", f"step {step}, {root}{_named(others)}", fix)
-        leave = self._check_folder(root, step)
+        root, leave = self._check_folder(root, step)
         trainer.settle()
         entries = [*model_entries(trainer, self._still), *optimizer_entries(trainer)]
         first = trainer.communicators.rank == 0
@@ -88,19 +88,21 @@ class Session:
         }
         self._saver.start(root, step, entries, progress, {folder.PLAN: self._plan.to_json()}, manifest, keep, leave)
 
-    def _check_folder(self, root: Path, step: int) -> frozenset[str]:
+    def _check_folder(self, given: Path, step: int) -> tuple[Path, frozenset[str]]:
         """Refuse the folder of another model or process, and warn of a checkpoint of this process that is replaced.
 
-        Returns the names of checkpoints of other runs, which are not removed, on rank 0.
+        Returns its absolute path, since the process may change its folder before the thread writes; and the names of
+        checkpoints of other runs, which are not removed, on rank 0.
         """
         first = self._saver.rank == 0
 
-        def check() -> frozenset[str]:
-            if root not in self._roots:
+        def check() -> tuple[Path, frozenset[str]]:
+            root = given.absolute()
+            if first and root not in self._roots:
                 folder.check_model(root, self._described)
-            return folder.of_other_runs(root)
+            return root, folder.of_other_runs(root) if first else frozenset()
 
-        others = self._saver.on_all_ranks(f"save into {root}", check if first else frozenset)
+        root, others = self._saver.on_all_ranks(f"save into {given}", check)
         if others and root not in self._roots:
             text = f"has {len(others)} checkpoint(s) of another run, from which this one did not resume"
             warnings.warn(f"{root} {text}: they are left there, whatever `keep` says", stacklevel=5)
@@ -110,7 +112,7 @@ class Session:
             text = "is replaced, which another Parallel of this process saved: give each a folder of its own"
             warnings.warn(f"{root}: the checkpoint of step {step} {text}", stacklevel=5)
         _LAST_SAVED[root] = weakref.ref(self), step
-        return others
+        return root, others
 
     def _compare(self, states: Mapping[str, Any]) -> None:
         """Warn on rank 0 of states that differ over the ranks: only its own are saved. A collective."""

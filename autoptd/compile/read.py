@@ -220,6 +220,6 @@ def _refuse_two_readings(
                 f"input {names[0]!r} of shape {list(examples[names[0]].shape)} may have {rows[names[0]]}, or be shared "
                 "by all samples",
                 where=f"inputs: {names[0]}",
-                fix=f"say which, inputs={{{names[0]!r}: autoptd.shared(x)}} or autoptd.shared(x, False); or give "
-                "example inputs of another number of samples, such as 3 or 7, for which only one is possible",
+                fix=f"say which, inputs={{{names[0]!r}: autoptd.shared(x)}} or autoptd.shared(x, False); or, if its "
+                "size is not that of a batch, give example inputs of another number of samples, such as 3 or 7",
             )

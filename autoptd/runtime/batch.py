@@ -36,6 +36,13 @@ def cut_batch(
             where="this data-parallel rank's share of the batch",
             fix=f"give {high} samples per data-parallel rank (at least {low}), or plan for another batch",
         )
+    wanting = [name for name in inputs if torch.is_grad_enabled() and batch[name].requires_grad]
+    if wanting:
+        raise InputsError(
+            f"{wanting} require a gradient, but a step gives one to the model's own parameters alone",
+            where=wanting[0],
+            fix=f"give {wanting[0]}.detach(); what is to be trained with the model has to be a part of it",
+        )
     given = {name: x.clone() if (x := batch[name]).is_inference() else x for name in inputs}  # backward may save it
     here = {name: x.to(device, non_blocking=True) for name, x in given.items()}
     cuts = [slice(i * micro, (i + 1) * micro) for i in range(count)]
@@ -168,7 +175,8 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     """Hash samples and their order to 20 bits; 0-dim float64 on the first tensor's device."""
     found = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else None)
     for x in tensors:
-        x = x.detach().contiguous() if x.ndim else x.detach().view(1)
+        x = x.detach().resolve_conj().resolve_neg()
+        x = x.contiguous() if x.ndim else x.view(1)
         bits = x.view(_BITS[x.element_size()]).reshape(x.shape[0], -1)
         places = 2 * torch.arange(x.shape[0], device=x.device) + 1  # odd, so that no bit is lost
         found = found * 31 + (bits.sum(1, dtype=torch.int64) * places * _MIX).sum().to(found.device)
@@ -185,7 +193,8 @@ def _samples(batch: Mapping[str, Tensor], inputs: Sequence[str], shared: Collect
     if batch is None:
         raise InputsError(
             "there is no batch: the data loader ran dry",
-            fix="end the epoch at the same step on every rank: parallel.sampler(…) gives all as many batches",
+            fix="end the epoch at the same step on every rank: parallel.sampler(…) gives all as many batches; "
+            "evaluate(…) goes on with those of the other ranks",
         )
     if not isinstance(batch, Mapping):
         raise InputsError(

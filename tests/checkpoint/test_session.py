@@ -430,3 +430,21 @@ def test_a_writer_goes_on_though_its_save_is_interrupted(tmp_path: Path, monkeyp
     parallel.save(tmp_path)
     assert calls == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_a_process_may_change_its_folder_while_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel, prepare, goes_on = made(), folder.prepare, threading.Event()
+
+    def waiting(root: Path, number: int) -> Path:
+        goes_on.wait(10)
+        return prepare(root, number)
+
+    monkeypatch.setattr(folder, "prepare", waiting)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    parallel.save("saved", wait=False)
+    monkeypatch.chdir("other")
+    goes_on.set()
+    parallel.finish_saving()
+    assert find(tmp_path / "saved").name == "step-00000000"
+    assert not [*(tmp_path / "other").iterdir()]

@@ -132,7 +132,7 @@ def test_what_one_rank_alone_can_see_reaches_all(spoil: Callable[[Batch], Any], 
 @pytest.mark.parametrize("how", ["train_step", "eval_step"])
 def test_every_way_to_run_keeps_step(plan: str, how: str) -> None:
     text = told(plan, one_share, lambda _: None, how)
-    assert "ran dry" in text
+    assert "ran dry" in text and "evaluate(…) goes on with those of the other ranks" in text
     others = {"stages": " and 1 more", "tokens": " and 1 more", "tensors": " and 3 more", "shards": ""}[plan]
     assert f"where  rank 0{others}\n" in text
 
@@ -205,3 +205,26 @@ def test_ranks_that_keep_their_error_to_themselves_are_caught(monkeypatch: pytes
     with pytest.raises(Exception) as caught:
         told("stages", one_rank, lambda _: None)
     assert not isinstance(caught.value, InputsError)
+
+
+def test_a_lazy_negation_has_the_digest_of_its_values() -> None:
+    x = torch.randn(4, 3, dtype=torch.complex128)
+    assert x.conj().imag.is_neg()
+    assert digest([x.conj().imag, x.conj()]) == digest([-x.imag, x.conj().resolve_conj()])
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_inputs_that_require_a_gradient_are_refused_by_steps_alone(micro: int) -> None:
+    """The step would write to `.grad` of what made them, on the ranks with the first stage, a part of it each."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 2)).double()
+    x, fix = torch.randn(4, 3, dtype=torch.float64), {"micro": micro}
+    options = {"world": 1, "batch": 4, "precision": "fp64", "fix": fix, "loss": lambda out: out.square().mean()}
+    par = autoptd.parallelize(model, inputs={"input": x[:3]}, **options)
+    made_by = nn.Linear(3, 3).double()
+    for given in (x.clone().requires_grad_(), made_by(x)):
+        with pytest.raises(InputsError, match=r"require a gradient(?s:.)*input.detach\(\)"):
+            par.train_step({"input": given})
+        par.eval_step({"input": given})
+        par.predict([{"input": given}], {"sum": lambda out, batch: out.sum(-1)})
+        par.train_step({"input": given.detach()})
+    assert made_by.weight.grad is None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError, RuntimeFault, nearest
+from autoptd.runtime.faults.calls import Call
 from autoptd.runtime.faults.rank_status import SHOWN, Snapshot, ranks
 from autoptd.runtime.faults.waits import Waits
 
@@ -79,7 +80,7 @@ def _stat(pid: int) -> tuple[str, str]:
 @dataclass(frozen=True)
 class Beat:
     """One rank's heartbeat. `done`: it has ended normally; `knows_cause`: it knows why the job ends; `waits`: of this
-    rank and all below it in the tree."""
+    rank and all below it in the tree; `call`: its last one of a collective method."""
 
     rank: int
     number: int
@@ -89,14 +90,20 @@ class Beat:
     done: bool = False
     knows_cause: bool = False
     waits: Waits = field(default_factory=Waits)
+    call: Call = field(default_factory=Call)
 
     def to_json(self) -> str:
-        return json.dumps({**_fields(self), "process": vars(self.process), "waits": self.waits.to_json()})
+        parts = {"process": vars(self.process), "waits": self.waits.to_json(), "call": vars(self.call)}
+        return json.dumps({**_fields(self), **parts})
 
     @staticmethod
     def of(text: bytes | str) -> Beat:
         data = json.loads(text)
-        parts = {"snapshot": _snapshot(data["snapshot"]), "process": Process(**data["process"])}
+        parts = {
+            "snapshot": _snapshot(data["snapshot"]),
+            "process": Process(**data["process"]),
+            "call": Call(**data["call"]),
+        }
         return Beat(**{**data, **parts, "waits": Waits.from_json(data["waits"])})
 
 

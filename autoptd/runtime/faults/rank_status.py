@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 
 from autoptd.errors import CheckpointError, RuntimeFault
+from autoptd.runtime.faults.calls import Calls
 
 BETWEEN = "between steps"
 SHOWN = 8  # ranks that a text lists
@@ -51,6 +52,9 @@ class RankStatus:
     comm: PendingComm | None = None
     since: float = field(default_factory=time.monotonic)
     failing: Callable[[], None] | None = None  # called before each action; may raise another rank's fault
+    calls: Calls = field(default_factory=Calls)
+    announce: Callable[[], object] | None = None  # called when another method than before begins to communicate
+    _called: str = ""  # a collective method, until it communicates
 
     def enter(self, action: str, stage: int, microbatch: int | None, module: str) -> None:
         """Record the start of an action. Raises RuntimeFault if the job has ended."""
@@ -69,6 +73,23 @@ class RankStatus:
         self.leave(f"in {method}(), which every rank has to call")
         yield
         self.leave()
+
+    @contextmanager
+    def within(self, method: str) -> Iterator[None]:
+        """Record a call of a collective method once it communicates."""
+        self._called = method
+        try:
+            yield
+        finally:
+            self._called = ""
+
+    def communicates(self) -> None:
+        """Record that this rank sends or receives for the first time in the method that it is in."""
+        method, self._called = self._called, ""
+        if method and self.calls.add(method):
+            self.count += 1
+            if self.announce is not None:
+                self.announce()
 
     def leave(self, doing: str = BETWEEN) -> None:
         """Record that no action is running."""
@@ -100,8 +121,12 @@ class PendingComm:
     what: str  # "all-reduce with"
     peers: tuple[int, ...]  # global ranks; (): all ranks, without a limit of time
     _outer: PendingComm | None = field(default=None, init=False, repr=False, compare=False)
+    _begun: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __enter__(self) -> None:
+        if not self._begun:  # else it was begun in an earlier call, and this one waits for it
+            self._begun = True
+            self.status.communicates()
         self._outer = self.status.comm
         self.status.set_comm(self)
 

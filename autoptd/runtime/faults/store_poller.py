@@ -58,6 +58,7 @@ class StorePoller:
         self._rank_ended = False
         self._proposal: Cause | None = None
         self._closing = False
+        self._updating = False
         self._wake, self._ended = threading.Event(), threading.Event()
         self.number = 0
         self._thread = threading.Thread(target=self._run, name="autoptd store poller", daemon=True)
@@ -83,6 +84,13 @@ class StorePoller:
             self._wake.set()
             return self._done.wait_for(lambda: self._finished >= wanted or bool(self.error), timeout_s)
 
+    def update(self, timeout_s: float) -> None:
+        """Write this rank's heartbeat now, and wait until it is written; no tick of others is counted."""
+        with self._done:
+            wanted, self._updating = self.number + 1, True
+            self._wake.set()
+            self._done.wait_for(lambda: self.number >= wanted or bool(self.error), timeout_s)
+
     def stop(self) -> None:
         self._ended.set()
         self._wake.set()
@@ -98,10 +106,19 @@ class StorePoller:
             met = self._ranks_to_read() <= self.beats.keys()  # other ranks may not have started yet
             until = time.monotonic() + (self._tick_s if met else self._tick_s / 10)
             while not self._ended.is_set() and (left := until - time.monotonic()) > 0:
-                if self._wake.wait(min(left, self._fresh_s)):
+                woken = self._wake.wait(min(left, self._fresh_s))
+                if woken and not self._updating:
                     break
-                if not self._reach_store(self._refresh):
+                if woken:
+                    self._updating = False
+                    self._wake.clear()
+                if not self._reach_store(self._send if woken else self._refresh):
                     return
+                if woken:
+                    with self._done:
+                        self._done.notify_all()
+                if self._proposal is not None and self.first is None:
+                    break  # which may have been proposed meanwhile
 
     def _reach_store(self, ask: Callable[[], None]) -> bool:
         """Run an access to the store; return whether the store answered."""

@@ -29,14 +29,16 @@ import torch.distributed as dist
 
 from autoptd.errors import AutoptdError, CheckpointError, OutOfMemory, RuntimeFault
 from autoptd.layout.rank_tree import children
+from autoptd.outputs import exit_now, to_stderr
+from autoptd.runtime.faults.calls import Calls
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import RankStatus, Snapshot, ranks
 from autoptd.runtime.faults.store_poller import StorePoller
 from autoptd.runtime.faults.waits import Waits
-from autoptd.text import printable
 
 _LINGER_S = 5.0  # the longest that the store's process waits at exit for the other ranks
 _LOOKED_AT = 32  # ranks whose processes it looks at in an exchange meanwhile
+_CALLS = Calls()  # of this process
 
 
 class Watchdog:
@@ -46,12 +48,13 @@ class Watchdog:
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, limits: Timeouts, host: int | None) -> None:
-        self.status = RankStatus(failing=self._raise_cause)
+        self.status = RankStatus(failing=self._raise_cause, calls=_CALLS, announce=self._announce)
         self.limits = limits
         self._rank, self._world, self._host = rank, world, host
         self._process = Process.mine()
         self._next = (rank + 1) % world
         self._below = children(rank, world)
+        self._mixed: Cause | None = None  # that another rank calls another method
         self._lost: tuple[int, ...] = ()  # ranks to which a connection is broken
         self._asks = False  # rank 0 who keeps others waiting
         self._cause: Cause | None = None
@@ -80,6 +83,10 @@ class Watchdog:
         here = self.status.snapshot()
         if error is None or isinstance(error, CheckpointError):
             return
+        if isinstance(error, Exception) and not isinstance(error, AutoptdError):
+            self._check_calls(0 if here.action else 2 * self.limits.tick_s)
+            if self._mixed is not None:
+                raise (self.cause or self._mixed).fault(self._rank, here) from None
         if here.comm and isinstance(error, RuntimeError):
             raise self._consequence(error, here) from None
         if self.cause is None and (here.action or here.comm):
@@ -115,7 +122,7 @@ class Watchdog:
         cause = self._cause_of(error, here)
         self._propose(cause)
         if self.cause == cause:  # the error itself may not name the action
-            _to_stderr(f"the job ends: {cause}\n  where  {cause.lines()}")
+            to_stderr(f"the job ends: {cause}\n  where  {cause.lines()}")
 
     def _propose(self, cause: Cause) -> None:
         self._poller.propose(cause)
@@ -126,7 +133,7 @@ class Watchdog:
             raise cause.fault(self._rank, self.status.snapshot())
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.cause is None:
+        if self.cause is None and self._process.pid == os.getpid():  # not in a fork of it
             self._report_own(error, self.status.snapshot())
         self._hook(kind, error, trace)
 
@@ -142,7 +149,7 @@ class Watchdog:
                 self._poller.close_store()
             until = time.monotonic() + _LINGER_S
             while not self._all_know() and time.monotonic() < until:
-                self._poller.exchange(self.limits.tick_s)
+                self._poller.update(self.limits.tick_s)
                 time.sleep(self.limits.tick_s / 10)
         self._stop.set()
         self._poller.stop()
@@ -157,7 +164,9 @@ class Watchdog:
     def _beat(self, number: int) -> Beat:
         known, status = self.cause is not None or self._poller.closed, self.status
         here, process = status.snapshot(), self._process
-        return Beat(self._rank, number, status.count, here, process, self._done, known, self._waits(here))
+        return Beat(
+            self._rank, number, status.count, here, process, self._done, known, self._waits(here), status.calls.last
+        )
 
     def _waits(self, here: Snapshot) -> Waits:
         """Return who waits, of this rank and those below it; of those below a rank that has ended, nothing is known."""
@@ -202,6 +211,7 @@ class Watchdog:
                 continue
             else:
                 self._check_store()
+                self._check_calls()
                 self._check_neighbour()
                 self._check_waiting()
 
@@ -209,9 +219,8 @@ class Watchdog:
         """Exit the process: its main thread is stuck or ignores the cause."""
         assert self.cause is not None
         fault = self.cause.fault(self._rank, self.status.snapshot())
-        sys.stdout.flush()
-        _to_stderr(f"rank {self._rank} ends: {fault}")
-        os._exit(1)
+        to_stderr(f"rank {self._rank} ends: {fault}")
+        exit_now(1)
 
     def _check_store(self) -> None:
         since, broken = self._poller.busy_since, self._poller.error
@@ -241,6 +250,34 @@ class Watchdog:
                 self._stopped = beat
                 return
 
+    def _announce(self) -> None:
+        self._poller.update(self.limits.tick_s)
+
+    def _check_calls(self, for_s: float = 0.0) -> None:
+        """Report a rank that has called another method than this one, where either waits for the other.
+
+        for_s: after an error that may be a consequence, the time until the other's heartbeat says so.
+        """
+        until = time.monotonic() + for_s
+        while self.cause is None:
+            for rank, beat in sorted(dict(self._poller.beats).items()):
+                own = self.status.calls.instead_of(beat.call)
+                if own is not None and rank != self._rank:
+                    self._mixed = self._not_the_same(beat, own.method)
+                    self._propose(self._mixed)
+                    return
+            if time.monotonic() >= until:
+                return
+            self._poller.known.wait(self.limits.tick_s / 10)
+
+    def _not_the_same(self, beat: Beat, own: str) -> Cause:
+        theirs = beat.call.method
+        what = f"called {theirs}, where rank {self._rank} called {own}"
+        if theirs == own:
+            what = f"called other methods before {own} than rank {self._rank}"
+        fix = "call the same methods on all ranks, in the same order"
+        return Cause(beat.rank, what, beat.snapshot, self._rank, fix)
+
     def _check_waiting(self) -> None:
         """Report or end the job for the rank that keeps others waiting; the lowest waiting rank prints the report."""
         comm, waited = self.status.comm, time.monotonic() - self.status.since
@@ -269,7 +306,7 @@ class Watchdog:
         if waited >= self.limits.stuck_s:
             self._propose(cause)
         elif waiting[0] == self._rank:
-            _to_stderr(f"{cause}\n  where  {cause.lines()}")
+            to_stderr(f"{cause}\n  where  {cause.lines()}")
 
 
 def _state(beat: Beat | None) -> str:
@@ -292,11 +329,6 @@ def _kill_stopped(beat: Beat | None) -> None:
     if beat is not None and beat.process.state() == "stopped":
         with suppress(OSError):
             os.kill(beat.process.pid, signal.SIGKILL)
-
-
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(f"autoptd: {printable(text)}\n")
-    sys.stderr.flush()
 
 
 def _first_line(error: BaseException) -> str:

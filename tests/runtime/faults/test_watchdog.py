@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +21,7 @@ from autoptd.errors import CheckpointError, InputsError, PlanError, RuntimeFault
 from autoptd.layout.rank_tree import children
 from autoptd.runtime.comm.process_group import default_store
 from autoptd.runtime.comm.restart_store import attempt_store
+from autoptd.runtime.faults.calls import Calls
 from autoptd.runtime.faults.heartbeat import Beat, Cause, Process, Timeouts
 from autoptd.runtime.faults.rank_status import PendingComm, RankStatus, Snapshot, Unwatched
 from autoptd.runtime.faults.watchdog import Watchdog, _last_snapshot
@@ -186,6 +190,114 @@ def test_a_store_that_is_gone_is_a_cause() -> None:
     assert soon(lambda: watch.cause)
     assert "rank 0 is silent" in str(watch.cause) and "its store is gone: Broken pipe" in str(watch.cause)
     watch._stop.set()
+
+
+def test_ranks_in_different_methods_are_told_so(watches: Callable[..., Watchdog]) -> None:
+    """`if par.rank == 0: par.evaluate(…)` waits for something else than what the others send in a step."""
+    first, second = watches(0), watches(1)
+    for each, methods in ((first, ["train_step()", "eval_step()"]), (second, ["train_step()"] * 2)):
+        each.status.calls = Calls()
+        for method in methods:
+            with each.status.within(method), PendingComm(each.status, "all-reduce with", (0, 1)):
+                pass
+    assert soon(lambda: first.cause)
+    assert str(first.cause) in (
+        "rank 1 called train_step(), where rank 0 called eval_step()",
+        "rank 0 called eval_step(), where rank 1 called train_step()",
+    )
+    with pytest.raises(RuntimeFault, match="in the same order"), second:
+        pass
+
+
+def test_what_a_broken_message_does_to_a_rank_is_explained(watches: Callable[..., Watchdog]) -> None:
+    first, second = watches(0), watches(1)
+    first.status.calls, second.status.calls = Calls(), Calls()
+    with second.status.within("train_step()"), PendingComm(second.status, "all-reduce with", (0, 1)):
+        pass
+    with pytest.raises(RuntimeFault, match=r"called evaluate\(\)"):  # noqa: SIM117
+        with first, first.status.within("evaluate()"):
+            with PendingComm(first.status, "all-gather with", (0, 1)):
+                pass
+            raise RuntimeError("Storage size calculation overflowed")
+
+
+def test_many_announcements_make_no_rank_silent() -> None:
+    """Ranks that alternate between two methods announce each call; silence is counted in ticks."""
+    watch, other = (Watchdog(dist.HashStore(), rank, 2, Timeouts(tick_s=3600), None) for rank in (0, 1))
+    watch._poller.start()
+    other._poller.number = 1
+    watch._poller._store.set("autoptd/watch/beat/1", other._beat(1).to_json())
+    for _ in range(40):
+        for method in ("train_step()", "eval_step()"):
+            with watch.status.within(method), PendingComm(watch.status, "all-reduce with", (1,)):
+                assert watch._poller.number > 0
+    assert watch._poller.number > 40
+    assert watch._poller.missed_ticks.get(1, 0) <= 1
+    watch._poller.stop()
+
+
+def test_a_call_counts_once_it_communicates() -> None:
+    """The sum that a step began may be waited for by one rank alone, as in its `state_dict()`."""
+    status = RankStatus()
+    begun = PendingComm(status, "all-gather with", (1,))
+    with status.within("train_step()"), begun:
+        pass
+    with status.within("state_dict()"), begun:
+        pass
+    assert [call.method for call in status.calls.made] == ["", "train_step()"]
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_report_that_cannot_be_printed_ends_no_watch(
+    watches: Callable[..., Watchdog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    first, second = watches(0, 2, Timeouts(tick_s=0.05, silent_s=5, slow_s=0.2, stuck_s=0.8, grace_s=30)), watches(1)
+    second.status.enter("F2", 1, 2, "blocks.1")
+    first.status.set_comm(PendingComm(first.status, "receive from", (1,)))
+    assert soon(lambda: first.cause)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_stuck_process_ends_though_its_output_cannot_be_written(closed: bool) -> None:
+    """The reader of the pipe has ended, or the script has closed its streams."""
+    closing = "for stream in (sys.stdout, sys.stderr): stream.close()" if closed else ""
+    goes_to = "os.devnull" if closed else "1"
+    script = f"""
+import os, sys, threading, torch.distributed as dist
+from autoptd.runtime.faults.heartbeat import Cause, Timeouts
+from autoptd.runtime.faults.rank_status import Snapshot
+from autoptd.runtime.faults.watchdog import Watchdog
+watch = Watchdog(dist.HashStore(), 0, 2, Timeouts(tick_s=0.05, grace_s=0.2), host=None)
+watch.start()
+sys.stdout = open({goes_to}, "w", buffering=1000)
+print("a line that is kept until the end")
+{closing}
+watch._propose(Cause(1, "ended", Snapshot(), 0))
+threading.Event().wait(20)
+"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=writes, stderr=writes, check=False)
+    os.close(writes)
+    assert done.returncode == 1
+
+
+def test_an_error_in_a_fork_is_not_this_rank_s(
+    watches: Callable[..., Watchdog], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch, hooked = watches(0), list[BaseException]()
+    watch._hook = lambda kind, error, trace: hooked.append(error)
+    monkeypatch.setattr(os, "getpid", lambda: watch._process.pid + 1)
+    watch._uncaught(ValueError, ValueError("of a child"), None)
+    assert len(hooked) == 1 and watch.cause is None and not capsys.readouterr().err
 
 
 def test_reports_read_back() -> None:
