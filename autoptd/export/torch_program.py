@@ -19,7 +19,7 @@ from autoptd.codegen.quoting import in_docstring, literal
 from autoptd.errors import InputsError, PlanError
 from autoptd.export.layers import Layers, modules_of, read_layers, recomputed, whole_layers
 from autoptd.export.roles import tied
-from autoptd.export.torch_stages import check_stages
+from autoptd.export.torch_stages import check_split, check_stages
 from autoptd.export.torch_styles import Styles, styles_of
 from autoptd.models import example_inputs
 from autoptd.nest import tensors_of
@@ -79,7 +79,7 @@ def torch_program(plan: Plan, model: nn.Module) -> TorchProgram:
     stages = stage_modules(plan, model, layers)
     _check_schedule(plan)
     _check_stages(plan, model, stages)
-    unchecked = [] if len(stages) == 1 else _checked(plan, model, stages)
+    unchecked = _checked(plan, model, stages, styles.styles)
     policies, lines = _recomputed(plan, model, layers)
     differs = (*layers.moved, *styles.differs, *lines, *_differences(plan), *unchecked)
     constants = "\n".join(_constants(plan, model, layers, styles, stages, policies))
@@ -256,18 +256,21 @@ def _check_stages(plan: Plan, model: nn.Module, stages: list[list[str]]) -> None
         )
 
 
-def _checked(plan: Plan, model: nn.Module, stages: list[list[str]]) -> list[str]:
-    """Return why the stages could not be run in a check, if so. Raises PlanError if they do not make up the model."""
+def _checked(plan: Plan, model: nn.Module, stages: list[list[str]], styles: dict[str, str]) -> list[str]:
+    """Return what could not be checked. Raises PlanError if stages, or parts of tp, do not make up the model."""
+    if len(stages) == 1 and not styles:
+        return []
     tokens = plan.sizes.get("s")
     try:
         found = next(iter(tensors_of(example_inputs(model, plan.micro, tokens))))
         shape, dtype = tuple(found.shape), found.dtype
     except InputsError:  # of a model whose inputs only its owner knows
         if tokens is None:
-            return ["the stages were not checked: the inputs of the model are not known"]
+            return ["stages and parts of tp were not checked: the inputs of the model are not known"]
         shape, dtype = (plan.micro, tokens), torch.long
-    said = check_stages(model, stages, shape, dtype)
-    return [said] if said else []
+    said = [check_stages(model, stages, shape, dtype)] if len(stages) > 1 else []
+    said += [check_split(model, styles, plan.mesh.tp, shape, dtype)] if styles else []
+    return [line for line in said if line]
 
 
 # --- recomputation and differences --------------------------------------------------------------------------------

@@ -1,7 +1,11 @@
-"""Check the stages of an exported torch program: each is the model without the modules of all other stages.
+"""Check an exported torch program on fake tensors: its stages, and what a tp rank runs.
 
-That holds for a model whose code between these modules hands one tensor on as it is: what it does besides, every stage
-would do again. The model runs on fake tensors, with the ops outside of the modules seen, then each stage by itself.
+A stage is the model without the modules of all other stages. That holds for a model whose code between these modules
+hands one tensor on as it is: what it does besides, every stage would do again. The model runs with the ops outside of
+the modules seen, then each stage by itself.
+
+A tp rank runs the model's code on a part of the heads. Code that names the number of heads takes other dims of a tensor
+apart; with a length and a number of samples that share no factor with tp, its reshapes fail.
 
     stream   the tensor that is handed on: the model's input, then the result of the module before
 """
@@ -9,7 +13,9 @@ would do again. The model runs on fake tensors, with the ops outside of the modu
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,29 +24,39 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.errors import PlanError
-from autoptd.export.torch_body import cut_stage
+from autoptd.export.torch_body import cut_stage, present
 from autoptd.models.own_code import USER_ERRORS, first_line
 
 _FIX = "plan with pp=1, run the program that autoptd emits, or move that code into a module of one stage"
 
 
-def check_stages(
-    model: nn.Module, stages: Sequence[Sequence[str]], shape: Sequence[int], dtype: torch.dtype
-) -> str | None:
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """Make tensors fake, without gradients, and keep torch's log of ops that fail."""
+    log = logging.getLogger(torch._subclasses.fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = before
+
+
+def check_stages(model: nn.Module, stages: Sequence[Sequence[str]], shape: Sequence[int], dtype: torch.dtype) -> str:
     """Raise PlanError if stages that run one after another would not compute what the model computes.
 
-    Returns why that could not be checked, or None.
+    Returns why that could not be checked, or "".
     `shape`, `dtype`: of an example of its input.
     """
     names = [name for stage in stages for name in stage]
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with _fake_tensors():
         inputs = torch.zeros(*shape, dtype=dtype, device="cpu")
         try:
             given = _Stream(_faked(model), names).run(inputs)
         except PlanError:
             raise
         except USER_ERRORS as error:
-            return f"the stages were not checked: the model raises {type(error).__name__} with one fake tensor alone"
+            return f"the stages were not checked: {_unchecked(error)}"
         for k in range(len(stages)):
             part = cut_stage(_faked(model), k, stages)
             try:
@@ -51,7 +67,54 @@ def check_stages(
     if inputs.shape != given.shape:
         what = f"the stages return a tensor of shape {list(inputs.shape)}, and the model one of {list(given.shape)}"
         raise PlanError(what, where="stages", fix=_FIX)
-    return None
+    return ""
+
+
+def check_split(model: nn.Module, styles: Mapping[str, str], tp: int, shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Raise PlanError if the model's code does not run on the parts of its products that a tp rank has.
+
+    `styles`: by pattern of module names. Returns why that could not be checked, or "".
+    """
+    with _fake_tensors():
+        tokens = len(shape) == 2 and not dtype.is_floating_point
+        inputs = torch.zeros(*((2 * tp + 1,) * 2 if tokens else shape), dtype=dtype, device="cpu")
+        try:
+            _faked(model)(inputs)
+        except USER_ERRORS as error:
+            return f"the parts of tp were not checked: {_unchecked(error)}"
+        part = _faked(model)
+        for pattern, style in styles.items():
+            for name in present(part, (pattern,)):
+                _narrow(part.get_submodule(name), style, tp)
+        try:
+            part(inputs)
+        except USER_ERRORS as error:
+            raise PlanError(
+                f"the model does not run on a part of its heads: {first_line(error)}",
+                where="mesh.tp",
+                fix="plan with tp=1, run the program that autoptd emits, or write -1 for the number of heads in "
+                "reshapes",
+            ) from error
+    return ""
+
+
+def _narrow(module: nn.Module, style: str, tp: int) -> None:
+    """Leave a linear module the rows and columns that a rank has."""
+    if not isinstance(module, nn.Linear):
+        return
+    kind, _, layouts = style.partition("(")
+    rows, columns = module.weight.shape
+    if kind == "ColwiseParallel" and "output_layouts" not in layouts:
+        rows = -(-rows // tp)
+        module.bias = None if module.bias is None else nn.Parameter(module.bias[:rows])
+    if "input_layouts=Shard(-1)" in layouts or (kind == "RowwiseParallel" and "input_layouts" not in layouts):
+        columns = -(-columns // tp)
+    module.weight = nn.Parameter(module.weight[:rows, :columns])
+    module.in_features, module.out_features = columns, rows
+
+
+def _unchecked(error: Exception) -> str:
+    return f"the model raises {type(error).__name__} with one fake tensor alone"
 
 
 def _faked(model: nn.Module) -> nn.Module:

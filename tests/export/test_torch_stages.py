@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import PlanError
 from autoptd.export.torch_program import torch_program
-from autoptd.export.torch_stages import check_stages
+from autoptd.export.torch_stages import check_split, check_stages
 from autoptd.plans.data import MeshSizes
 from tests.export.export_plans import VOCAB, WIDTH, Llama, llama_plan
 
@@ -103,7 +103,7 @@ class Flattened(Llama):
         return super().forward(tokens.view(-1, tokens.shape[1]))
 
 
-def checked(model: nn.Module, stages: Any = STAGES) -> str | None:
+def checked(model: nn.Module, stages: Any = STAGES) -> str:
     return check_stages(model, stages, (2, 16), torch.long)
 
 
@@ -126,11 +126,11 @@ def test_code_between_modules_is_refused(made: type[nn.Module], what: str) -> No
 
 
 def test_what_is_handed_on_as_it_is_passes() -> None:
-    assert checked(Llama()) is None
-    assert checked(Positioned(), (("embed", "positions", *STAGES[0][1:]), STAGES[1])) is None
+    assert checked(Llama()) == ""
+    assert checked(Positioned(), (("embed", "positions", *STAGES[0][1:]), STAGES[1])) == ""
     with torch.device("meta"):
         made = Llama()
-    assert checked(made) is None
+    assert checked(made) == ""
 
 
 def test_a_model_that_takes_more_is_said_not_to_be_checked() -> None:
@@ -139,7 +139,7 @@ def test_a_model_that_takes_more_is_said_not_to_be_checked() -> None:
             return super().forward(tokens) * scale
 
     said = checked(Two())
-    assert said is not None and "were not checked: the model raises TypeError" in said
+    assert "were not checked: the model raises TypeError" in said
 
 
 def test_only_stages_are_checked() -> None:
@@ -152,3 +152,48 @@ def test_the_check_leaves_the_model_as_it_was() -> None:
     model = Llama()
     checked(model)
     assert model(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, VOCAB)
+
+
+class Attention(nn.Module):
+    """Attention that names its number of heads, and leaves the length, or the number of samples, to be found."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.q_proj(x).view([{0: b, 1: s}.get(n, n) for n in self.shape]).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, q, q)
+        return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "runs"), [((0, 1, -1, 4), True), ((0, -1, 4, 4), False), ((-1, 1, 4, 4), False), ((0, 1, 4, 4), False)]
+)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_code_that_names_the_number_of_heads_is_refused(shape: tuple[int, ...], runs: bool, tp: int) -> None:
+    model = Llama()
+    for layer in model.layers:
+        layer.attention = Attention(shape)
+    styles = {
+        "layers.*.attention.q_proj": "ColwiseParallel()",
+        "layers.*.attention.o_proj": "RowwiseParallel()",
+        "head": "ColwiseParallel(output_layouts=Replicate())",
+    }
+    if runs:
+        assert check_split(model, styles, tp, (2, 16), torch.long) == ""
+        return
+    with pytest.raises(PlanError, match="does not run on a part of its heads") as error:
+        check_split(model, styles, tp, (2, 16), torch.long)
+    assert "-1" in error.value.fix
+
+
+def test_pairs_of_columns_run_on_their_parts() -> None:
+    styles = {
+        "layers.*.mlp.up_proj": "ColwiseParallel()",
+        "layers.*.mlp.gate_proj": "ColwiseParallel()",
+        "layers.*.mlp.down_proj": "ColwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())",
+    }
+    assert check_split(Llama(), styles, 2, (2, 16), torch.long) == ""
