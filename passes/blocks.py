@@ -54,6 +54,21 @@ def find_blocks(folded: Folded) -> Iterator[LayerBlock]:
                 first += length
 
 
+def layer_segments(folded: Folded) -> frozenset[int]:
+    """Return the segments of a model's layers: all that repeat, and those that own modules inside a numbered one, as
+    the dense layers before a mixture do (`layers.0.mlp.gate_proj.weight`). All segments, if none repeats."""
+    repeated = [u for u in folded.units if u.count > 1]
+    if not repeated:
+        return frozenset(range(len(folded.segments)))
+    named = {i for i, names in enumerate(_Names(folded).of) if any(_is_numbered(name) for name in names)}
+    return frozenset(named.union(*(range(u.first, u.last + 1) for u in repeated)))
+
+
+def _is_numbered(name: list[str]) -> bool:
+    """Return whether a parameter belongs to a module inside a numbered one."""
+    return any(word.isdecimal() for word in name[:-2])
+
+
 def _repeated_reads(segments: Sequence[Segment]) -> tuple[int, ...]:
     """Number the parameters and tensors of the prelude that segments read, each by its first occurrence.
 

@@ -86,7 +86,7 @@ def megatron(plan: Plan, model: nn.Module | None = None, graph: Folded | None = 
     differs += lines
     parts = [
         _padded(sizes, plan.mesh.tp),
-        _parallel(plan, layers, compressed),
+        _parallel(plan, layers, compressed, bool(_expert_placements(plan, model)) or plan.mesh.ep > 1),
         _pipeline(plan, layers),
         _batch(plan),
         _data_parallel(plan),
@@ -117,7 +117,7 @@ def _placements(plan: Plan, graph: Folded | None) -> tuple[bool, list[str]]:
     return theirs.compressed, split_differences(plan, graph, theirs)
 
 
-def _parallel(plan: Plan, layers: Layers, compressed: bool) -> Items:
+def _parallel(plan: Plan, layers: Layers, compressed: bool, experts: bool) -> Items:
     mesh = plan.mesh
     yield "--tensor-model-parallel-size", str(mesh.tp)
     yield "--pipeline-model-parallel-size", str(mesh.pp)
@@ -127,6 +127,9 @@ def _parallel(plan: Plan, layers: Layers, compressed: bool) -> Items:
     sequence = is_sequence_parallel(plan, layers)
     if sequence:
         yield "--sequence-parallel", ""
+    elif experts and mesh.tp > 1:  # megatron/core/transformer/moe/moe_layer.py raises otherwise
+        yield "--sequence-parallel", ""
+        yield "hidden states are whole on every tp rank: Megatron-LM trains experts with sequence parallelism only"
     overlap = set(plan.method.overlap)
     if "tp" in overlap and mesh.tp > 1:
         if sequence:
@@ -347,11 +350,15 @@ def _padded(sizes: list[Argument], tp: int) -> Items:
         yield "--make-vocab-size-divisible-by", str(math.gcd(128, vocabulary // tp))
 
 
+def _expert_placements(plan: Plan, model: nn.Module | None) -> set[str]:
+    shapes = {} if model is None else {name: p.shape for name, p in model.named_parameters()}
+    return {text for name, text in plan.splits.parameters.items() if len(shapes.get(name, ())) == 3}
+
+
 def _experts(plan: Plan, model: nn.Module | None) -> Items:
     """Yield the arguments of experts: parameters [expert, …, …], which tp may split by their first dim."""
     mesh, method = plan.mesh, plan.method
-    shapes = {} if model is None else {name: p.shape for name, p in model.named_parameters()}
-    texts = {text for name, text in plan.splits.parameters.items() if len(shapes.get(name, ())) == 3}
+    texts = _expert_placements(plan, model)
     over_tp = mesh.tp > 1 and "S0" in texts and not mesh.etp
     if not texts and mesh.ep == 1:
         return

@@ -100,6 +100,8 @@ def _llama_differs(config: Any, model: nn.Module) -> Iterator[str]:
         yield "experts of qwen2_moe, one of which is shared, are left to you"
     if noise := getattr(config, "router_jitter_noise", 0.0):
         yield f"what experts read is multiplied with noise of {noise:g}: Megatron-LM has it for the router alone"
+    if config.model_type in _MOE and config.num_experts_per_tok == 1 and getattr(config, "norm_topk_prob", True):
+        yield "the only expert of a token has the weight 1: Megatron-LM weighs it by its probability"
     if config.model_type in _MOE and getattr(config, "output_router_logits", False):
         yield "the balance loss is one of all layers: Megatron-LM adds one per layer, divided by --moe-router-topk"
 
@@ -157,7 +159,8 @@ def _experts(config: Any) -> Iterator[Argument]:
     yield "--num-experts", str(count)
     yield "--moe-router-topk", str(config.num_experts_per_tok)
     yield "--moe-router-dtype", "fp32"  # transformers' routers take the softmax in float32
-    if not getattr(config, "norm_topk_prob", True):  # weights that are not normalised: softmax before the choice
+    # weights that are not normalised: softmax before the choice; for one expert, Megatron-LM takes nothing else
+    if not getattr(config, "norm_topk_prob", True) or config.num_experts_per_tok == 1:
         yield "--moe-router-pre-softmax", ""
     if getattr(config, "output_router_logits", False):
         yield "--moe-router-load-balancing-type", "aux_loss"

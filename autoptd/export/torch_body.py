@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -154,14 +154,14 @@ class PassThrough(nn.Module):
 class ZeroEmbedding(nn.Module):
     """Stand-in for a second embedding, which another stage has already added to the hidden state."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> float:
-        return 0.0
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(())
 
 
-def cut_stage(model: nn.Module, index: int) -> nn.Module:
+def cut_stage(model: nn.Module, index: int, stages: Sequence[Sequence[str]] = STAGES) -> nn.Module:
     """Reduce `model` to stage `index`. It must pass one tensor from module to module, from the first embedding on."""
     tables = 0
-    for number, names in enumerate(STAGES):
+    for number, names in enumerate(stages):
         for name in names:
             table = isinstance(model.get_submodule(name), nn.Embedding)
             if number != index:

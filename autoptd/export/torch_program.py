@@ -12,13 +12,17 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoptd.codegen.quoting import in_docstring, literal
-from autoptd.errors import PlanError
+from autoptd.errors import InputsError, PlanError
 from autoptd.export.layers import Layers, modules_of, read_layers, recomputed, whole_layers
 from autoptd.export.roles import tied
+from autoptd.export.torch_stages import check_split, check_stages
 from autoptd.export.torch_styles import Styles, styles_of
+from autoptd.models import example_inputs
+from autoptd.nest import tensors_of
 from autoptd.plans.model import Plan
 
 _BODY = Path(__file__).with_name("torch_body.py")
@@ -75,8 +79,9 @@ def torch_program(plan: Plan, model: nn.Module) -> TorchProgram:
     stages = stage_modules(plan, model, layers)
     _check_schedule(plan)
     _check_stages(plan, model, stages)
+    unchecked = _checked(plan, model, stages, styles.styles)
     policies, lines = _recomputed(plan, model, layers)
-    differs = (*layers.moved, *styles.differs, *lines, *_differences(plan))
+    differs = (*layers.moved, *styles.differs, *lines, *_differences(plan), *unchecked)
     constants = "\n".join(_constants(plan, model, layers, styles, stages, policies))
     return TorchProgram(_filled(_docstring(plan, differs), constants), differs)
 
@@ -249,6 +254,23 @@ def _check_stages(plan: Plan, model: nn.Module, stages: list[list[str]]) -> None
             where=f"boundaries[{wide[0]!r}]",
             fix="plan with pp=1, or run the program that autoptd emits",
         )
+
+
+def _checked(plan: Plan, model: nn.Module, stages: list[list[str]], styles: dict[str, str]) -> list[str]:
+    """Return what could not be checked. Raises PlanError if stages, or parts of tp, do not make up the model."""
+    if len(stages) == 1 and not styles:
+        return []
+    tokens = plan.sizes.get("s")
+    try:
+        found = next(iter(tensors_of(example_inputs(model, plan.micro, tokens))))
+        shape, dtype = tuple(found.shape), found.dtype
+    except InputsError:  # of a model whose inputs only its owner knows
+        if tokens is None:
+            return ["stages and parts of tp were not checked: the inputs of the model are not known"]
+        shape, dtype = (plan.micro, tokens), torch.long
+    said = [check_stages(model, stages, shape, dtype)] if len(stages) > 1 else []
+    said += [check_split(model, styles, plan.mesh.tp, shape, dtype)] if styles else []
+    return [line for line in said if line]
 
 
 # --- recomputation and differences --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from autoptd.passes.fold import Folded
 from autoptd.passes.graph import op_name, source_line
 from autoptd.passes.opcall import Sizes
 from autoptd.passes.sharding.expert_parallel_graph import rows_stay_apart, rows_that_leave
-from autoptd.passes.sharding.expert_regions import check_experts, experts_of
+from autoptd.passes.sharding.expert_regions import check_experts, expert_regions, experts_of
 from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.search.constraints.named import allowed
 from autoptd.search.constraints.options import ALLOWED, Constraints, SearchOptions, schedules_and_chunks
@@ -175,6 +175,7 @@ def _check_etp(task: Task, etp: int, apart: bool) -> None:
         )
     if etp == 1 and tp != 1 and not apart:
         one = "sequence_parallel is off" if not task.constraints.sequence_parallel else "they may depend on each other"
+        one = one if any(map(expert_regions, task.folded.segments)) else "no experts are found in the model"
         raise PlanError(
             f"etp 1: tp ranks cannot each compute the rows of experts for their own tokens: {one}",
             where="fix['etp']",

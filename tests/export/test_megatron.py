@@ -299,6 +299,14 @@ def test_the_mesh_of_experts_as_arguments(etp: int, share: str):
     assert "--expert-model-parallel-size" not in arguments(llama_plan(mesh=TP2))
 
 
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
+def test_experts_and_tp_need_sequence_parallelism(tp: int, sequence: bool):
+    plan = llama_plan(mesh=MeshSizes(dp=4, tp=tp, pp=1, ep=4), sequence=sequence)
+    assert ("--sequence-parallel" in arguments(plan)) == (tp > 1)
+    said = "experts with sequence parallelism only" in "\n".join(megatron(plan).differs)
+    assert said == (tp > 1 and not sequence)
+
+
 @pytest.mark.parametrize(("shards", "instances"), [(0, None), (4, None), (2, "2"), (1, "4")])
 def test_shards_are_counted_over_dp_and_cp(shards: int, instances: str | None):
     plan = llama_plan(mesh=MeshSizes(dp=2, tp=1, pp=1, cp=2), method=ExecutionOptions(shards=shards))

@@ -45,6 +45,7 @@ def found(family: str, options: dict[str, Any]) -> tuple[dict[str, str], str]:
         ),
         ("Mixtral", {**SIZES, "router_jitter_noise": 0.1}, "noise of 0.1"),
         ("Mixtral", {**SIZES, "output_router_logits": True}, "the balance loss is one of all layers"),
+        ("Mixtral", {**SIZES, "num_experts_per_tok": 1}, "the only expert of a token has the weight 1"),
         ("GPT2", {"n_layer": 2, "scale_attn_by_inverse_layer_idx": True}, "attention is not scaled"),
         ("GPT2", {"n_layer": 2, "scale_attn_weights": False}, "attention is not scaled"),
     ],
@@ -73,6 +74,20 @@ def test_models_that_the_arguments_say_differ_in_nothing(family: str, options: d
 )
 def test_layers_without_experts_are_listed(options: dict[str, Any], layers: str | None) -> None:
     assert found("Qwen3Moe", {**EXPERTS, **options})[0].get("--moe-layer-freq") == layers
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "before"),
+    [
+        ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}, False),
+        ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}, True),
+        ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "num_experts_per_tok": 1}, True),
+        ("Mixtral", {**SIZES, "num_experts_per_tok": 1}, True),
+    ],
+)
+def test_the_softmax_of_a_router(family: str, options: dict[str, Any], before: bool) -> None:
+    """Megatron-LM takes no softmax of one chosen logit."""
+    assert ("--moe-router-pre-softmax" in found(family, options)[0]) == before
 
 
 @pytest.mark.parametrize(("activation", "fused"), [("gelu", False), ("gelu_new", True), ("gelu_pytorch_tanh", True)])

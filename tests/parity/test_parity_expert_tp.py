@@ -84,6 +84,12 @@ def test_a_router_in_float32_keeps_fp64_plans_off_etp_1() -> None:
         autoptd.plan(traced, fix={"tp": 2, "dp": 2, "etp": 1}, **ask)
 
 
+def test_a_model_without_experts_has_no_etp() -> None:
+    model, inputs = nn.Linear(WIDTH, WIDTH), {"input": torch.randn(4, WIDTH)}
+    with pytest.raises(PlanError, match=r"etp 1: .* no experts are found in the model"):
+        autoptd.plan(model, inputs=inputs, loss=lambda y, _: y.mean(), world=2, cluster="dgx-h100", fix={"etp": 1})
+
+
 def test_rows_that_the_loss_reads_keep_plans_off_etp_1() -> None:
     """The logits of routers leave their layers for a loss that balances them, with tokens merged with samples."""
     config = MixtralConfig(

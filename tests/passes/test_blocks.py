@@ -156,3 +156,21 @@ class Sorted(Block):
 def test_layers_that_end_with_one_of_several_results(recompute: str) -> None:
     torch.manual_seed(0)
     assert differs(Stack([Sorted() for _ in range(5)]).double(), recompute, 1) == {}
+
+
+def other_first() -> Stack:
+    """Return equal layers after one of another sort, as of a mixture whose first layer is dense."""
+    torch.manual_seed(0)
+    return Stack([Block(hidden=WIDE), *(Block() for _ in range(3))]).double()
+
+
+def test_a_fixed_policy_applies_to_layers_that_do_not_repeat() -> None:
+    inputs = {"x": torch.ones(4, 5, 4, dtype=torch.float64)}
+    asked = {"world": 1, "cluster": "local", "batch": 4, "precision": "fp64", "fix": {"recompute": "full"}}
+    plan = autoptd.plan(other_first(), inputs=inputs, **asked)
+    again = {plan.segments[i] for stage in plan.stages for i in stage.recompute}
+    assert again == {name for name in plan.segments if name.startswith("blocks.")}
+
+
+def test_a_layer_that_does_not_repeat_is_recomputed_as_in_one_process() -> None:
+    assert differs(other_first(), "full") == {}

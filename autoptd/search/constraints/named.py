@@ -13,6 +13,7 @@ import fnmatch
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -56,8 +57,12 @@ def read_named(folded: Folded, constraints: Constraints) -> NamedConstraints:
     """Resolve the names. Raises PlanError for names that the model does not have and for impossible cuts."""
     _check_splits(folded, constraints.splits)
     if MEGATRON in constraints.splits.values():
-        megatron_splits(folded)  # raises PlanError for a model that Megatron-LM could not split
-    layered = frozenset[int]() if constraints.method.stages != "layers" else _inside_layers(folded)
+        with _of_system(constraints, "splits"):
+            megatron_splits(folded)  # raises PlanError for a model that Megatron-LM could not split
+    layered = frozenset[int]()
+    if constraints.method.stages == "layers":
+        with _of_system(constraints, "stages"):
+            layered = _inside_layers(folded)
     if not constraints.cuts and not constraints.whole:
         return NamedConstraints(uncut=layered)
     modules = Modules(folded)
@@ -145,7 +150,21 @@ def _reason(folded: Folded, method: SearchOptions, count: int) -> PlanError | No
 def _inside_layers(folded: Folded) -> frozenset[int]:
     """Return the segments that continue a layer, or what is before or after all layers."""
     names = [segment.name for segment in folded.segments]
-    return layer_stack(names, "the model", "fix['stages']", "leave out stages='layers', or as_").inside
+    return layer_stack(names, "the model", "fix['stages']", "leave out stages='layers'").inside
+
+
+@contextmanager
+def _of_system(constraints: Constraints, name: str) -> Iterator[None]:
+    """Replace the way out of an error about a choice that is not the user's, but that of the system in `as_`."""
+    try:
+        yield
+    except PlanError as error:
+        if constraints.given is None or name in constraints.given:
+            raise
+        where = "as_" if error.where == f"fix[{name!r}]" else error.where
+        raise PlanError(
+            error.what, where=where, fix=f"leave as_ out: such a model has no plans as {constraints.system}"
+        ) from error
 
 
 def _check_splits(folded: Folded, splits: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoptd.cost_models.memory import FRAGMENTATION_LEAST
 from autoptd.passes.analysis.heads import heads_of
+from autoptd.passes.blocks import layer_segments
 from autoptd.schedule import Alive
 from autoptd.search.meshes import AUTO, OFFLOAD, WITH_HOST, Candidate
 from autoptd.search.pipeline.chunk_cost import ChunkCosts
@@ -85,7 +86,7 @@ class BlockCosts:
         if self._wanted in (AUTO, WITH_HOST):
             without = (*[OFFLOAD] * (self._wanted != WITH_HOST), *[LOGITS] * (not heads))
             return (NONE, *(policy for policy in self.method.policies if policy not in without))
-        return (self._wanted,) if self._repeats(block) else (NONE,)
+        return (self._wanted,) if block[0] in self._layers else (NONE,)
 
     def _has_heads(self, block: tuple[int, ...]) -> bool:
         """Return whether a block computes a loss from logits that nothing else reads."""
@@ -111,13 +112,13 @@ class BlockCosts:
     @cached_property
     def copies_quickly(self) -> bool:
         """True if copies to the host and back of some repeated block take less time than its full recomputation."""
-        repeated = (block for block, *_ in self.alike if self._repeats(block))
+        repeated = (block for block, *_ in self.alike if block[0] in self._layers)
         return any(sum(self.added_s(b, OFFLOAD)) < sum(self.added_s(b, "full")) for b in repeated)
 
-    def _repeats(self, block: tuple[int, ...]) -> bool:
-        """Return whether a block is in a repeated unit, or no unit is: a fixed policy applies to these blocks only."""
-        units = [u for u in self.folded.units if u.count > 1] or list(self.folded.units)
-        return any(u.first <= block[0] <= u.last for u in units)
+    @cached_property
+    def _layers(self) -> frozenset[int]:
+        """The segments that a fixed policy applies to."""
+        return layer_segments(self.folded)
 
     # ---- bounds ----
 

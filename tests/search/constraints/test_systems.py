@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -108,6 +110,35 @@ def test_conflicts_are_refused(as_: str, fix: dict[str, Any], what: str):
 def test_a_tp_that_heads_do_not_divide_by_is_refused():
     with pytest.raises(PlanError, match="has 8 parts along the dim that Megatron-LM splits, which tp 16 does not"):
         autoptd.plan(traced("llama"), world=16, cluster="dgx-h100", fix={"splits": "megatron", "tp": 16})
+
+
+def normed() -> torch.nn.Module:
+    """Return layers whose products' results are needed whole."""
+    return torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))))
+
+
+def two_stacks() -> torch.nn.Module:
+    both = {name: torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))) for name in ("encoder", "decoder")}
+    return torch.nn.Sequential(OrderedDict(both))
+
+
+@pytest.mark.parametrize(
+    ("made", "fix", "own"),
+    [
+        (normed, {}, False),
+        (normed, {"splits": "megatron"}, True),
+        (two_stacks, {}, False),
+        (two_stacks, {"stages": "layers"}, True),
+    ],
+)
+def test_the_way_out_is_not_to_leave_out_what_was_not_given(
+    made: Callable[[], torch.nn.Module], fix: dict[str, Any], own: bool
+):
+    asked = {"inputs": {"input": torch.ones(4, 4)}, "loss": lambda out, _: out.mean(), "world": 2, "batch": 4}
+    with pytest.raises(PlanError) as error:
+        autoptd.plan(made(), as_="megatron", fix=fix, **asked)
+    assert ("leave as_ out" in error.value.fix) == (not own)
+    assert all(name in error.value.fix for name in fix)
 
 
 def test_layers_are_not_cut():
