@@ -222,7 +222,7 @@ class Axis:
         return found
 
     def _sum(self, x: Tensor) -> Tensor:
-        return _as_made(self.group.all_reduce(_copy(x)))
+        return self.group.all_reduce(_copy(x))
 
     def _first(self, x: Tensor) -> Tensor:
         return x.view_as(x) if self.rank == 0 else torch.zeros_like(x)
@@ -243,11 +243,11 @@ class Axis:
 
     def _gather(self, x: Tensor, dim: int, groups: int) -> Map:
         dim %= x.ndim
-        return lambda t: self._joined(_as_made(self.group.all_gather(t.contiguous())), dim, groups)
+        return lambda t: self._joined(self.group.all_gather(t.contiguous()), dim, groups)
 
     def _sum_slice(self, x: Tensor, dim: int, groups: int) -> Map:
         dim %= x.ndim
-        return lambda t: _as_made(self.group.reduce_scatter(self._parts(t, dim, groups)))
+        return lambda t: self.group.reduce_scatter(self._parts(t, dim, groups))
 
     def _pad(self, x: Tensor, dim: int, groups: int) -> Map:
         dim %= x.ndim
@@ -255,7 +255,7 @@ class Axis:
         def pad(t: Tensor) -> Tensor:
             slices = t.new_zeros(self.size, *t.shape)
             slices[self.rank] = t
-            return self._joined(_as_made(slices), dim, groups)
+            return self._joined(slices, dim, groups)
 
         return pad
 
@@ -266,16 +266,9 @@ class Axis:
             if from_dim == to_dim:  # the same dim in other groups: slices of one dim do not form a grid with themselves
                 whole = self._joined(self.group.all_gather(t.contiguous()), from_dim, from_groups)
                 return _copy(self._own(whole, to_dim, to_groups))
-            slices = _as_made(self.group.all_to_all(self._parts(t, to_dim, to_groups)))
-            return self._joined(slices, from_dim, from_groups)
+            return self._joined(self.group.all_to_all(self._parts(t, to_dim, to_groups)), from_dim, from_groups)
 
         return exchange
-
-
-def _as_made(x: Tensor) -> Tensor:
-    """Return a new tensor that was written in place as one that was not, so that its views are of one version:
-    activations that go to the host (ops/offload.py) are then copied once."""
-    return x.data
 
 
 def _same(x: Tensor) -> Tensor:
