@@ -96,7 +96,7 @@ class Whitened(nn.Module):
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_microbatches_that_only_fill_up_an_evaluation_count_nothing(zero: int) -> None:
-    """With ZeRO 3 a rank of fewer microbatches runs its last one again, beside those of the other ranks."""
+    """A rank of fewer microbatches runs its last one again with ZeRO 3, beside those of the other ranks."""
     model = Whitened().double()
     x, advantages = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
     par = autoptd.parallelize(

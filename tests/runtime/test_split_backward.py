@@ -47,7 +47,7 @@ def test_both_parts_are_a_whole_pass(name: str, memory_format: torch.memory_form
 
 
 def test_an_output_that_nothing_received_leads_to_has_its_gradients() -> None:
-    """As of the second of two towers that begins within a stage."""
+    """The second of two towers may begin within a stage."""
     first, table, second = nn.Linear(4, 3).double(), nn.Embedding(5, 4).double(), nn.Linear(4, 2).double()
     parts = nn.ModuleList([first, table, second])
     x = torch.randn(6, 4, dtype=torch.float64)
