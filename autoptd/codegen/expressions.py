@@ -39,9 +39,16 @@ class _Sizes(PythonCodePrinter):
     """Printer of symbolic sizes as Python, with `//` for exact quotients, and `/` for those of numbers."""
 
     def _print_Mul(self, expr: sympy.Mul) -> str:
-        numerator, denominator = expr.as_numer_denom()
+        return self._quotient(expr, super()._print_Mul)
+
+    def _print_Add(self, expr: sympy.Add) -> str:
+        return self._quotient(expr, super()._print_Add)
+
+    def _quotient(self, expr: sympy.Expr, plain: Callable[[sympy.Expr], str]) -> str:
+        """Return an exact quotient as one, since no part of `(s + 1) // 2` need be a whole number."""
+        numerator, denominator = sympy.together(expr).as_numer_denom()
         if denominator == 1 or expr.atoms(sympy.Float):
-            return super()._print_Mul(expr)
+            return plain(expr)
         return self._floor(numerator, denominator)
 
     def _print_floor(self, expr: sympy.floor) -> str:

@@ -42,7 +42,7 @@ def recompute(fn: Callable[..., T], *args: Any) -> T:
 
 
 def keep(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return `fn(*args, **kwargs)`, a tensor or a tuple of them, which an enclosing `recompute` saves."""
+    """Return `fn(*args, **kwargs)`, a tensor or several, which an enclosing `recompute` saves."""
     run: _RecomputedCall | None = getattr(_HERE, "run", None)
     return fn(*args, **kwargs) if run is None else run.keep(fn, args, kwargs)
 
@@ -148,7 +148,7 @@ class _RecomputedCall:
             results = fn(*args, **kwargs)
         finally:
             self.within, kept.operands = None, ()
-        if isinstance(results, tuple):  # plain, as in the second run: torch.compile has a graph for each type
+        if isinstance(results, (tuple, list)):  # plain, as in the second run: torch.compile has a graph for each type
             results = tuple(results)
         kept.results = _each(results, _bare) if hold else None
         self.kept.append(kept)

@@ -30,11 +30,15 @@ _WHOLE = ("NativeGroupNormBackward0",)
 
 @dataclass
 class _Intermediate:
-    """A node of the input path, the parameters of its branch, and the gradients that arrived at it."""
+    """A node of the input path, the parameters of its branch, and the gradients that arrived at it.
+
+    An output that no received tensor leads to is a branch itself: W runs all of it.
+    """
 
     node: Node
     branch: tuple[Tensor, ...]
     arrived: tuple[Tensor | None, ...] = ()
+    part: str = "weights"
 
 
 class WeightBackward:
@@ -48,7 +52,7 @@ class WeightBackward:
         for entry in self._intermediates:
             if before is not None:
                 before(entry.branch)
-            _compute(entry.node, "weights")
+            _compute(entry.node, entry.part)
             pairs = [(GradientEdge(entry.node, k), g) for k, g in enumerate(entry.arrived) if g is not None]
             if pairs:
                 edges, gradients = [edge for edge, _ in pairs], [g for _, g in pairs]
@@ -81,16 +85,28 @@ def backward_inputs(roots: Sequence[Root], inputs: Sequence[Tensor], at_once: Co
         for key, parameter in found.items():
             at = in_b if whole or key in early else in_w
             at[key] = parameter
-        if in_w:
+        if in_w and node in path:
             _compute(node, "inputs")
             intermediates.append(_Intermediate(node, tuple(in_w.values())))
-    handles = [entry.node.register_prehook(_recorder(entry)) for entry in intermediates]
+        elif in_w:  # B does not run it, so nothing arrives there
+            intermediates.append(_Intermediate(node, tuple(in_w.values()), _given(node, roots), "both"))
+    handles = [entry.node.register_prehook(_recorder(entry)) for entry in intermediates if entry.node in path]
     try:
         torch.autograd.backward(edges, [g for _, g in roots], retain_graph=True, inputs=[*inputs, *in_b.values()])
     finally:
         for handle in handles:
             handle.remove()
     return WeightBackward(intermediates, roots)
+
+
+def _given(node: Node, roots: Sequence[Root]) -> tuple[Tensor | None, ...]:
+    """Return the gradient of each of a node's results, from those of the outputs."""
+    given: dict[int, Tensor] = {}
+    for edge, gradient in roots:
+        if edge.node is node and gradient is not None:
+            before = given.get(edge.output_nr)
+            given[edge.output_nr] = gradient if before is None else before + gradient
+    return tuple(given.get(k) for k in range(max(given, default=-1) + 1))
 
 
 def _compute(node: Node, part: str) -> None:

@@ -203,7 +203,7 @@ class Trainer:
         self.evaluate_with(self.stages, self.layout)
         own = len(microbatches)
         counts = self._global_counts(microbatches)
-        microbatches += microbatches[-1:] * (self.most_microbatches(own) - own)
+        microbatches = microbatches + microbatches[-1:] * (self.most_microbatches(own) - own)  # counts read the others
         total = LossTotal.of(self.stages[-1], self.communicators, microbatches[:own])
         loss = self._forward(microbatches, counts, total, own)
         if (loss_of_sums := self._loss_of_sums(counts)) is not None:

@@ -27,13 +27,15 @@ from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
 from autoptd.passes.evaluation.switched_off import switch_off
 from autoptd.passes.graph import ancestors, info, op_name, output_of, plain, source_line
 from autoptd.passes.normalise.annotate import annotate
+from autoptd.passes.normalise.canonicalize import write_starts_of_slices
 from autoptd.passes.normalise.drop import drop_identities
 from autoptd.passes.normalise.normalise import PREPARE, run_passes
 from autoptd.passes.opcall import TensorInfo, is_random
 from autoptd.passes.random.draws import draws, given_of
+from autoptd.passes.recognise.returned_operands import returned_operand
 from autoptd.passes.trace.traced import BATCH, Traced
 
-_BEGIN = PREPARE[: PREPARE.index(annotate) + 1]
+_BEGIN = [*PREPARE[: PREPARE.index(annotate) + 1], write_starts_of_slices]
 _SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"})  # return their operand
 _VIEWS = frozenset({"expand", "expand_as", "broadcast_to", "view", "view_as", "_unsafe_view", "reshape", "flatten"})
 _NOT_READ = frozenset({"momentum", "cudnn_enabled"})  # arguments that no result of a norm in eval mode depends on
@@ -104,6 +106,9 @@ class _ValueNumbers:
             return self._known.setdefault(self._given(node), len(self._known))
         if op_name(node) in _SAME or isinstance(node.target, OwnHook) or self._keeps_shape(node):
             return self._of[node.args[0]]  # type: ignore[index]
+        operand = returned_operand(node)  # which writes of the one graph alone leave out there
+        if operand is not None:
+            return self._of[operand]
         called = self._called(node)
         if draws(node.target, node.args, node.kwargs):
             self._draws[called] = turn = self._draws.get(called, 0) + 1

@@ -109,6 +109,9 @@ def trace(
         try:
             return traced(False, SAMPLES[0])
         except TraceError as error:
+            with suppress(TraceError):
+                if bakes:  # as the one group of as many samples as the example has, which the export takes for 1
+                    return traced(repeats, 0, times=2)
             further = isinstance(error, UnsupportedOp) and error.where != first.where
             raise (error if further else first) from (error if further else first).__cause__
     return traced(False, samples)
@@ -127,6 +130,7 @@ def _traced(
     evaluating: bool,
     ints: bool = False,
     count: int = 0,
+    times: int = 1,
 ) -> Traced:
     check_inputs(inputs)
     refuse_scripted(model)
@@ -134,8 +138,7 @@ def _traced(
     names = canonical_names(model)
     rows = rows or next(readings(inputs))
     apart = {n: rows[n].apart(x) for n, x in inputs.items()}
-    # at least 2 samples: torch.export bakes in sizes of 1
-    count = count or samples or max(2, samples_in(inputs, rows))
+    count = count or samples or max(2, times * samples_in(inputs, rows))  # torch.export bakes in sizes of 1
     shapes = {n: x.shape if rows[n] == SHARED else (count, *x.shape[1:]) for n, x in apart.items()}
     specs = {n: (shapes[n], x.dtype) for n, x in inputs.items()}
     objective, _ = read_objective(loss, inputs)
@@ -155,11 +158,9 @@ def _traced(
         if exporter.turns.rows:
             program = exporter.run(repeats=False)
             turns, functional = RowTurns(rows=dict(exporter.turns.rows)), partial(exporter.functional, repeats=False)
-
-            def trace_without(some: RowTurns) -> torch.export.ExportedProgram:
-                return replace(exporter, turns=some).run(repeats=False)
-
-            trained = trained_without_turns(program, turns, trace_without, functional)
+            trained = trained_without_turns(
+                program, turns, lambda some: replace(exporter, turns=some).run(repeats=False), functional
+            )
         if exporter.skips.rates:
             program = select_layers(lambda some: exporter.leaving_out(some).run_functional(), exporter.skips.rates)
         else:

@@ -112,11 +112,12 @@ def test_sizes_are_written_as_they_are(seed: int) -> None:
         assert eval(size_text(expr), {}, dict(values)) == wanted, (expr, size_text(expr))
 
 
-@pytest.mark.parametrize("expr", ["s/2", "b*s/8", "s/2 + 1", "b*(s/4)"])
+@pytest.mark.parametrize("expr", ["s/2", "b*s/8", "s/2 + 1", "b*(s/4)", "(s + 2)/6", "t/2 + 1/2", "b*t/2 + b/2 + s"])
 def test_exact_quotients(expr: str) -> None:
-    b, s = sympy.symbols("b s", integer=True, positive=True)
-    text = size_text(sympy.sympify(expr, {"b": b, "s": s}))
-    assert eval(text, {}, {"b": 3, "s": 16}) == eval(expr, {}, {"b": 3, "s": 16})
+    """The number t is odd: no half of it is a size."""
+    b, s, t = sympy.symbols("b s t", integer=True, positive=True)
+    found = eval(size_text(sympy.sympify(expr, {"b": b, "s": s, "t": t})), {}, {"b": 3, "s": 16, "t": 15})
+    assert isinstance(found, int) and found == eval(expr, {}, {"b": 3, "s": 16, "t": 15})
 
 
 def test_long_lines_are_broken_at_arguments() -> None:

@@ -345,7 +345,24 @@ class CountsInTraining(Body):
         return super().features(x[..., None].expand(-1, -1, WIDTH).flatten(0, 1)).unflatten(0, (-1, x.shape[1])).sum(1)
 
 
-@pytest.mark.parametrize("make", [Body, SameInBoth, DropsPath, CountsInTraining], ids=lambda make: make.__name__)
+class WritesInTraining(Body):
+    """Only one of two modes writes to tensors, for which operands stand for ops that return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(CLASSES).double())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.logits(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+        return F.mse_loss(out, F.one_hot(y, CLASSES).to(out.dtype))
+
+
+SAME = [Body, SameInBoth, DropsPath, CountsInTraining, WritesInTraining]
+
+
+@pytest.mark.parametrize("make", SAME, ids=lambda make: make.__name__)
 def test_what_is_the_same_is_evaluated(make: Callable[[], nn.Module]) -> None:
     model = make()
     par = running(model)
@@ -368,9 +385,22 @@ class LeavesTokensOut(nn.Module):
         return nn.functional.cross_entropy(logits[:, 2:].flatten(0, 1), labels[:, 2:].flatten())
 
 
-def test_sizes_written_otherwise_are_the_same() -> None:
+class LoopsOverTokens(LeavesTokensOut):
+    """The loop makes a number of the length, with which the slice is traced from None or from 0."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        steps = F.pad(self.table(ids), (0, 0, 2, 0))[:, : ids.shape[1]]
+        state, states = torch.zeros_like(steps[:, 0]), list[Tensor]()
+        for i in range(ids.shape[1]):
+            state = torch.tanh(state + steps[:, i])
+            states.append(state)
+        return nn.functional.cross_entropy(torch.stack(states, 1).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("make", [LeavesTokensOut, LoopsOverTokens], ids=lambda make: make.__name__)
+def test_sizes_written_otherwise_are_the_same(make: Callable[[], nn.Module]) -> None:
     ids = torch.arange(40).reshape(5, 8) % 6
-    check_evaluates(autoptd.trace(LeavesTokensOut(), inputs={"ids": ids, "labels": ids}, precision="fp64"))
+    check_evaluates(autoptd.trace(make(), inputs={"ids": ids, "labels": ids}, precision="fp64"))
 
 
 class BranchesOfSizes(nn.Module):

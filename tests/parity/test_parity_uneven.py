@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autoptd
 from autoptd.models.nanogpt import GPTSizes, NanoGPT
+from autoptd.runtime.comm.interfaces import Communicators
+from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 SIZES = GPTSizes(vocab=66, max_seq=8, width=24, layers=4, heads=4)
@@ -76,3 +79,42 @@ def test_the_padding_is_weighed() -> None:
     assert plan.predicted.tokens_per_s == pytest.approx(32 * 512 / plan.predicted.step_time_s)
     free = autoptd.plan(wide, world=6, batch=32, seq=512, cluster="dgx-h100")
     assert free.predicted.step_time_s <= plan.predicted.step_time_s * (1 + 1e-9)
+
+
+class Whitened(nn.Module):
+    """Weighs samples by advantages whose variance is taken about their mean: counts in two rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, advantages: Tensor) -> Tensor:
+        centred = advantages - advantages.mean()
+        whitened = centred * torch.rsqrt(centred.square().mean() + 1e-8)
+        return (self.down(torch.tanh(self.up(x))).squeeze(-1) * whitened).mean()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_microbatches_that_only_fill_up_an_evaluation_count_nothing(zero: int) -> None:
+    """A rank of fewer microbatches runs its last one again with ZeRO 3, beside those of the other ranks."""
+    model = Whitened().double()
+    x, advantages = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    par = autoptd.parallelize(
+        model,
+        world=2,
+        batch=8,
+        cluster="dgx-h100",
+        precision="fp64",
+        inputs={"x": x[:2], "advantages": advantages[:2]},
+        fix={"dp": 2, "micro": 1, "zero": zero},
+    )
+    values = par.initial_values()
+
+    def evaluated(c: Communicators) -> float:
+        mine = copy.copy(par)
+        mine.start(c, values)
+        rows = slice(0, 4) if c.dp.rank == 0 else slice(4, 7)
+        return float(mine.eval_step({"x": x[rows], "advantages": advantages[rows]}))
+
+    losses = run_lockstep(par.layout.mesh, evaluated)
+    assert losses == [pytest.approx(float(model(x, advantages)), rel=CLOSE)] * 2

@@ -268,6 +268,18 @@ def test_a_baked_batch_size_is_refused() -> None:
         trace(Baked(), {"x": torch.ones(6, WIDTH)})
 
 
+class Groups(Baked):
+    """Samples in groups of two, as answers to one question."""
+
+    def forward(self, x: Tensor, rewards: Tensor) -> Tensor:
+        groups = rewards.view(-1, 2)
+        return (self.linear(x).mean(1) * (groups - groups.mean(1, keepdim=True)).view(-1)).mean()
+
+
+def test_an_example_may_be_one_group_of_samples() -> None:
+    assert trace(Groups(), {"x": torch.ones(2, WIDTH), "rewards": torch.ones(2)}).sizes
+
+
 class Counted(Baked):
     def forward(self, x: Tensor) -> Tensor:
         steps = torch.tensor([0.5 * i for i in range(x.shape[0])])
