@@ -45,7 +45,7 @@ _NO_CODE = {type(None), *_SIMPLE, nn.Parameter, type, types.ModuleType}  # most 
 _PLAIN = ("argparse", "types")  # modules whose objects are namespaces
 _LIBRARIES = ("autoptd", "torch")
 _TRAINED = ("_parameters", "_buffers")
-_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # such as hooks, of which most modules have none
+OF_MODULES = vars(nn.Module()).keys() - {"training"}  # such as hooks, of which most modules have none
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ def holders(model: nn.Module, loss: object = None) -> Iterator[Holder]:
         put, drop = (functools.partial(f, module) for f in (object.__setattr__, object.__delattr__))
         yield Holder(name, vars(module), put, drop, restored=True)
         classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _is_own(cls)))
-        _find_code([value for key, value in vars(module).items() if key not in _OF_MODULES or value], code)
+        _find_code([value for key, value in vars(module).items() if key not in OF_MODULES or value], code)
     for name, names in _globals(classes, code):
         yield Holder(name, names, names.__setitem__, names.__delitem__)
     for cls in classes:
@@ -147,7 +147,7 @@ def label(name: Name) -> str:
 def values_of(held: Holder) -> Iterator[tuple[Name, object]]:
     """Yield what a holder keeps, but a module's parameters and buffers."""
     for key, value in list(held.values.items()):
-        if key not in _TRAINED and not key.startswith("__") and (key not in _OF_MODULES or value):
+        if key not in _TRAINED and not key.startswith("__") and (key not in OF_MODULES or value):
             yield (held.name, key), value
 
 
@@ -239,7 +239,12 @@ def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
             continue
         if isinstance(value, nn.Module):
             found[id(value)] = value
-            stack += (x for m in value.modules() for key, x in vars(m).items() if key not in _OF_MODULES or x)
+            stack += (
+                x
+                for m in value.modules()
+                for key, x in vars(m).items()
+                if key not in OF_MODULES or (x and key != "_modules")
+            )
         elif isinstance(value, staticmethod | classmethod):
             stack.append(value.__func__)
         elif isinstance(value, types.MethodType):

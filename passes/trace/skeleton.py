@@ -30,9 +30,8 @@ from autoptd.passes.trace.traced import PRECISIONS
 def skeleton(model: nn.Module, loss: object, precision: str, device: str, mode: AbstractContextManager[Any]) -> Copies:
     """Return a copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied.
 
-    Parameters and buffers are created under `mode`. Other tensor
-    attributes keep their values, except those computed from parameters (the weight of a weight-normed layer): these are
-    recomputed, or refused when they are read.
+    Parameters and buffers are created under `mode`. Other tensor attributes keep their values, except those computed
+    from parameters (the weight of a weight-normed layer): these are recomputed, or refused when they are read.
     """
     dtype = PRECISIONS[precision]
     memo: dict[int, Any] = {}

@@ -329,3 +329,22 @@ def test_a_module_that_a_function_holds_may_note_what_it_computes() -> None:
     criterion(model(X), Y)
     model.train()
     par.train_step({"x": X, "targets": Y})
+
+
+class Margin(nn.Module):
+    """A loss with a parameter, which is trained as a child of a copy of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.models = nn.Parameter(torch.ones(()).double()), [model]
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.scale * out, targets) + self.models[0].aux
+
+
+def test_hooks_of_a_model_that_a_trained_loss_holds_stay_its_own() -> None:
+    model = Auxiliary()
+    hook = functools.partial(lambda held, module, args, out: out * len(held.found), model)
+    model.register_forward_hook(hook)
+    made(model, Margin(model)).train_step({"x": X, "targets": Y})
+    assert hook in model._forward_hooks.values()
