@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from autoptd.passes.custom_grad.hook_copies import copy_with_hooks
-from autoptd.passes.kept.python_values import OF_MODULES, copied, holders, refill, values_of
+from autoptd.passes.kept.python_values import OF_MODULES, copied, holders, is_users, refill, values_of
 
 one_at_a_time = threading.RLock()  # of threads: two would give back each other's attributes
 _DEPTH, _MOST = 3, 1000  # of lists in lists, and elements of a list, that are looked at
@@ -106,17 +106,26 @@ def _takes_attributes(x: object) -> bool:
 
 
 def _held_by_code(model: nn.Module, loss: object) -> list[Any]:
-    """Return the lists, dictionaries and namespaces that functions, files and objects hold, also in others."""
+    """Return the lists, dictionaries and the like that functions, files and objects hold, also in others."""
     found: dict[int, Any] = {}
     others = [holder for holder in holders(model, loss) if not holder.restored]
     left = [x for holder in others for (_, key), x in values_of(holder) if key not in OF_MODULES]
     for _ in range(_DEPTH):
-        left = [x for x in left if isinstance(x, (list, dict, deque, SimpleNamespace)) and id(x) not in found]
+        left = [x for x in left if _stays(x) and id(x) not in found]
         found |= {id(x): x for x in left}
         held = [x.values() if isinstance(x, dict) else x for x in map(_elements, left)]
         left = [each for x in held if len(x) <= _MOST for each in x]
     return list(found.values())
 
 
+def _stays(x: object) -> bool:
+    """Return whether an object cannot be given what another one holds: also one of a class of the user's with slots."""
+    return isinstance(x, (list, dict, deque, SimpleNamespace)) or (
+        is_users(type(x).__module__) and not hasattr(x, "__dict__")
+    )
+
+
 def _elements(x: Any) -> Any:
-    return vars(x) if isinstance(x, SimpleNamespace) else x
+    if isinstance(x, (list, dict, deque)):
+        return x
+    return vars(x) if isinstance(x, SimpleNamespace) else {}

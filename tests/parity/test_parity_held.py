@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,19 +49,26 @@ class Auxiliary(nn.Module):
         return self.head(z)
 
 
+@dataclass(slots=True)
+class Slots:
+    aux: Any = 0.0
+
+
 class Spaced(Auxiliary):
-    """Leaves a term in a namespace."""
+    """Leaves a term in a namespace, and one in an object with slots."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.space = SimpleNamespace(aux=0.0)
+        self.space, self.slots = SimpleNamespace(aux=0.0), Slots()
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         self.space.aux = out.square().mean()
+        self.slots.aux = out.abs().mean()
         return out
 
 
+LEFT = ("aux", "terms", "found", "space", "slots")  # attributes where a pass leaves something
 TERMS: list[Tensor] = []
 
 
@@ -129,8 +137,8 @@ def of_terms(terms: list[Tensor], found: dict[str, Any]) -> Loss:
     return loss
 
 
-def of_space(space: SimpleNamespace) -> Loss:
-    """Return a loss that holds the namespace itself: unlike other objects', its attributes cannot be another's."""
+def of_space(space: SimpleNamespace | Slots) -> Loss:
+    """Return a loss that holds such an object itself: unlike others', its attributes cannot be another's."""
     return lambda out, targets: F.cross_entropy(out, targets) + space.aux
 
 
@@ -151,6 +159,7 @@ LOSSES: dict[str, Callable[[Auxiliary], Any]] = {
     "a list of the model": lambda m: lambda out, targets: F.cross_entropy(out, targets) + sum(m.terms),
     "a list by itself": lambda m: of_terms(m.terms, m.found),
     "a namespace by itself": lambda m: of_space(m.space),
+    "slots by themselves": lambda m: of_space(m.slots),
     "a keyword": lambda m: functools.partial(penalty, model=m),
     "an object": Called,
     "a module": Held,
@@ -199,10 +208,10 @@ def are_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 def test_a_loss_reads_what_forward_has_left(name: str) -> None:
     torch.manual_seed(0)
     model = Spaced()
-    before = copy.deepcopy((model.state_dict(), model.aux, model.terms, model.found, model.space, sorted(vars(model))))
+    before = copy.deepcopy((model.state_dict(), [*vars(model)], *(getattr(model, name) for name in LEFT)))
     loss = LOSSES[name](model)
     parallels = [made(model, loss), made(model, loss, 2, dp=1, tp=1, pp=2), made(model, loss, 2, dp=2, tp=1, pp=1)]
-    after = model.state_dict(), model.aux, model.terms, model.found, model.space, sorted(vars(model))
+    after = model.state_dict(), [*vars(model)], *(getattr(model, name) for name in LEFT)
     assert str(before) == str(after), "planning leaves the model as it was"
     batch = {"x": X, "targets": Y}
     for _ in range(3):
