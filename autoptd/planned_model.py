@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import is_fake  # private; seen in 2.13.0
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.errors import InputsError
+from autoptd.passes.kept.copies import one_at_a_time
 from autoptd.planned_reads import (
     ReadValue,
     TensorValue,
@@ -116,6 +117,10 @@ class PlannedModel:
 
     def check(self, *, modes: bool = True) -> None:
         """Raise InputsError naming the first thing that has changed; `modes`: be it train or eval mode."""
+        with one_at_a_time:
+            self._check(modes)
+
+    def _check(self, modes: bool) -> None:
         own = set() if modes else {id(vars(module)) for _, module, *_ in self._modules}
         for each in self._read:
             is_mode = each.key == "training" and id(each.holder) in own

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from autoptd.layout.layout import Layout
-from autoptd.passes.kept.copies import Copies
+from autoptd.passes.kept.copies import ModelCopy
 from autoptd.passes.known.flex_attention import eager_flex_attention
 from autoptd.passes.trace.loss import Targets, read_objective
 from autoptd.passes.trace.skeleton import computed_tensors
@@ -104,7 +104,7 @@ def train_alone(
     device = device or DEVICE
     objective, _ = read_objective(loss, {}, targets)
     objective, model = objective.joined(model)
-    copies = Copies(model, loss, {id(x): x.detach() for x in computed_tensors(model)})
+    copies = ModelCopy(model, loss, {id(x): x.detach() for x in computed_tensors(model)})
     model = copies.model.to(device)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stepper = choose(optimizer, optimizer_options or {}, groups, trained, hidden).build(trained)

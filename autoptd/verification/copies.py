@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoptd.errors import PlanError
 from autoptd.passes.custom_grad.hook_copies import bound_to
-from autoptd.passes.kept.copies import Copies
+from autoptd.passes.kept.copies import ModelCopy
 from autoptd.passes.trace.skeleton import computed_tensors
 
 # Attributes of a module that hold its hooks (private to torch; seen in 2.13.0).
@@ -28,12 +28,12 @@ _HOOKS = (
 )
 
 
-def copied(model: nn.Module, loss: object) -> Copies:
+def copied(model: nn.Module, loss: object) -> ModelCopy:
     """Return a deep copy of the model, including the hooks of its parameters, for passes with a loss.
 
     What a forward pass left on a module, such as a recurrent state, is copied without the graph that it came from.
     """
-    copies = Copies(model, loss, {id(x): x.detach().clone() for x in computed_tensors(model)})
+    copies = ModelCopy(model, loss, {id(x): x.detach().clone() for x in computed_tensors(model)})
     for mine, theirs in zip(copies.model.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
     return copies

@@ -46,7 +46,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return made
 
 
-class Copies:
+class ModelCopy:
     """A copy of a model for passes with a loss, and what of its objects stands for those of the model."""
 
     def __init__(self, model: nn.Module, loss: object, memo: Mapping[int, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
 from autoptd.passes.custom_grad.hooks import ForwardHooks, keeping
 from autoptd.passes.graph import updated_values
-from autoptd.passes.kept.copies import Copies
+from autoptd.passes.kept.copies import ModelCopy
 from autoptd.passes.kept.left_tensors import Left
 from autoptd.passes.kept.python_values import KEEPERS, Holder, Name, copied, frozen, holders, label, refill, values_of
 from autoptd.passes.random.skipped_layers import equal_programs
@@ -53,7 +53,7 @@ def _states() -> dict[str, Any]:
 
 
 def refuse_changes(
-    copies: Copies, root: Loss, hooks: ForwardHooks, trace: Callable[[], ExportedProgram], kept: set[Name]
+    copies: ModelCopy, root: Loss, hooks: ForwardHooks, trace: Callable[[], ExportedProgram], kept: set[Name]
 ) -> ExportedProgram:
     """Return the trace of `root`, which wraps a copy. Raises UnsupportedOp if the second pass is not as the first.
 

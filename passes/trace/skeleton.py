@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoptd.errors import InputsError, TraceError
-from autoptd.passes.kept.copies import Copies
+from autoptd.passes.kept.copies import ModelCopy
 from autoptd.passes.trace.traced import PRECISIONS
 
 
-def skeleton(model: nn.Module, loss: object, precision: str, device: str, mode: AbstractContextManager[Any]) -> Copies:
+def skeleton(
+    model: nn.Module, loss: object, precision: str, device: str, mode: AbstractContextManager[Any]
+) -> ModelCopy:
     """Return a copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied.
 
     Parameters and buffers are created under `mode`. Other tensor attributes keep their values, except those computed
@@ -43,7 +45,7 @@ def skeleton(model: nn.Module, loss: object, precision: str, device: str, mode: 
             memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=own, device=device), requires_grad=p.requires_grad)
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
-    copies = Copies(model, loss, memo)
+    copies = ModelCopy(model, loss, memo)
     prepare_norms(without_caches(copies.model))
     return copies
 

@@ -174,7 +174,7 @@ def test_each_row_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mesh", "variant", "says"),
     [
         (Mesh(dp=2, tp=2, ep=2, etp=1), replace(BULK, sequence_parallel=False), "sequence_parallel is off"),
-        (Mesh(dp=4, tp=2, ep=1, etp=1), replace(BULK, micro=2), "they may depend on each other"),
+        (Mesh(dp=4, tp=2, ep=1, etp=1), replace(BULK, micro=2), "no experts are found in the model"),
     ],
 )
 def test_what_etp_cannot_do_is_refused(mesh: Mesh, variant: Variant, says: str) -> None:
