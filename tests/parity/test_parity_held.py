@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -146,6 +147,18 @@ def of_prior(prior: Tensor) -> Loss:
     return lambda out, targets: F.cross_entropy(out + prior, targets)
 
 
+def of_parameters(parameters: list[nn.Parameter]) -> Loss:
+    return lambda out, targets: F.cross_entropy(out, targets) + sum(p.abs().mean() for p in parameters)
+
+
+def of_first_values(model: Auxiliary) -> Loss:
+    """Return a loss that keeps parameters near what they were."""
+    first = {name: p.detach() + 0.1 for name, p in model.named_parameters()}
+    return lambda out, targets: (
+        F.cross_entropy(out, targets) + sum((p - first[name]).square().sum() for name, p in model.named_parameters())
+    )
+
+
 def of_layer(layer: nn.Linear) -> Loss:
     return lambda out, targets: F.cross_entropy(out, targets) + (layer.bias @ layer.weight).square().mean()
 
@@ -173,6 +186,8 @@ LOSSES: dict[str, Callable[[Auxiliary], Any]] = {
             F.cross_entropy(out, targets) + 0.01 * nn.utils.parameters_to_vector(m.parameters()).abs().sum()
         )
     ),
+    "parameters in a list": lambda m: of_parameters([*m.parameters()]),
+    "their first values": of_first_values,
     "a layer": lambda m: of_layer(m.head),
     "a buffer": lambda m: lambda out, targets: F.cross_entropy(out + m.prior, targets),
     "a buffer by itself": lambda m: of_prior(m.prior),
@@ -338,6 +353,44 @@ def test_a_module_that_a_function_holds_may_note_what_it_computes() -> None:
     criterion(model(X), Y)
     model.train()
     par.train_step({"x": X, "targets": Y})
+
+
+class Adds(nn.Module):
+    """A layer that adds to a term of the module around it."""
+
+    def __init__(self, around: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.around = nn.Linear(16, 16).double(), weakref.ref(around)
+
+    def forward(self, x: Tensor) -> Tensor:
+        around: Any = self.around()
+        around.aux = around.aux + x.abs().mean()
+        return x + torch.tanh(self.layer(x)) * around.scale
+
+
+class Around(nn.Module):
+    """Layers that hold the module around them: no copy of it has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 16).double(), nn.Linear(16, 4).double()
+        self.scale, self.aux = nn.Parameter(torch.tensor(1.3).double()), 0.0
+        self.layers = nn.ModuleList(Adds(self) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux, x = 0.0, torch.tanh(self.up(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_layers_that_hold_the_module_around_them() -> None:
+    torch.manual_seed(0)
+    model = Around()
+    loss = LOSSES["an attribute"](model)
+    parallel = made(model, loss, 2, dp=1, tp=1, pp=2)
+    found = train_in_lockstep(parallel, [{"x": X, "targets": Y}] * 3).state
+    assert are_equal(found, alone(model, loss))
 
 
 class Margin(nn.Module):
