@@ -2,7 +2,7 @@
 
     loss=lambda out, y: F.cross_entropy(out, y) + model.aux
 
-This loss holds the model itself, and would read what `aux` was when the copy was made. Until the copy has run, the
+This loss holds the model itself, and would read what `aux` was when the copy was made. While the copy runs, the
 model's modules and objects have the attributes of their copies: `aux` is what the copy's forward has set. So code that
 calls a module of the model, or reads its parameters, calls and reads those of the copy.
 
