@@ -123,7 +123,7 @@ class SummedProducts(torch.autograd.Function):
         results, whole = rows.multiplied(x, weights, biases, keep=keep)
         ctx.save_for_backward((whole if keep else x) if trained else None, *weights)
         ctx.rows, ctx.again, ctx.part = rows, again, "both"
-        return tuple(x.data for x in results)  # written only here: see `_Conversion` of `tp_axis.py`
+        return tuple(x.data for x in results)  # not as written in place: see `_Conversion` of `tp_axis.py`
 
     @staticmethod
     @once_differentiable
