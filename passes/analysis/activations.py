@@ -5,7 +5,7 @@
                 the sequence length; saves the core's inputs instead (Korthikanti et al. 2022, section 5)
     ops         saves the results of attention and of every other product with a weight, counted through the block in
                 program order; recomputes the rest (torchtitan's `selective` with option `op`, parallelize_llama.py)
-    full        saves the block's inputs (Chen et al. 2016)
+    full        saves the block's inputs (Chen et al. 2016): those with a gradient, and those that no other block reads
     logits      saves what enters a head, and a number per row, instead of logits; both passes compute them in chunks of
                 the vocabulary, as one op with the loss (`heads.py`, ops/linear_cross_entropy.py)
     offload     keeps in host memory what `none` saves, except received tensors without gradient, which all blocks share
@@ -27,7 +27,7 @@ import sympy
 import torch
 
 from autoptd.ops import library as ops
-from autoptd.passes.analysis.dataflow import RANKS, DataflowStep, Flow, Number, Storage, Value, flow, join_heads
+from autoptd.passes.analysis.dataflow import RANKS, DataflowStep, Flow, Number, Storage, flow, join_heads
 from autoptd.passes.analysis.flops import work
 from autoptd.passes.analysis.saved_tensors import ATTENTION
 from autoptd.passes.fold import Folded, Segment
@@ -84,11 +84,11 @@ def saved_in_flow(region: Flow, policy: str = "none", *, regather: bool = False)
     recomputed_ids = set(map(id, recomputed_steps(region.steps, policy)))
     found: dict[Storage, str] = {}
     if policy == "full":
-        found = {v.storage: "block" for v in _distinct(region.received) if v.info.requires_grad}
+        found = _inputs(region)
         found |= {v.storage: step.name for step in region.steps if decides(step) for v in step.outputs}
         return tuple(SavedActivations(storage, op) for storage, op in found.items())
     if policy == "ops":
-        found = {v.storage: "block" for v in region.received if v.info.requires_grad}
+        found = _inputs(region)
         for step in region.steps:
             if id(step) not in recomputed_ids and not step.view:
                 wanted = decides(step) or any(v.info.requires_grad for v in step.outputs)
@@ -123,8 +123,10 @@ def _counted(found: Iterable[tuple[Storage, str]], regather: bool) -> Iterator[t
             yield storage, op
 
 
-def _distinct(values: Iterable[Value]) -> Iterator[Value]:
-    return iter({v.storage: v for v in values}.values())
+def _inputs(region: Flow) -> dict[Storage, str]:
+    """Return what recomputed segments hold of what they receive; all blocks share other tensors without gradient."""
+    distinct = {v.storage: v for v in region.received}
+    return {storage: "block" for storage, v in distinct.items() if v.info.requires_grad or v.alone}
 
 
 def repeated_steps(steps: Sequence[DataflowStep], policy: str, *, early_stop: bool = True) -> list[DataflowStep]:

@@ -11,8 +11,8 @@ torch's CPU kernel), so that joining the heads afterwards copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -111,6 +111,7 @@ class Value:
     placement: Placement
     storage: Storage
     order: tuple[int, ...] = ()  # dims of the shape in memory order; empty: in the shape's order
+    alone: bool = False  # received from an earlier segment, and no other one reads it
 
     @property
     def gradient(self) -> Storage:
@@ -153,10 +154,10 @@ class Flow:
 
 def flow(segments: Sequence[Segment], kinds: Mapping[str, KindSharding]) -> Flow:
     """Return the dataflow of consecutive segments under the shardings of their kinds."""
-    writer = _DataflowWriter()
+    inside = {n for s in segments for n in s.nodes}
+    writer = _DataflowWriter(inside)
     for segment in segments:
         writer.segment(segment, kinds[segment.kind])
-    inside = {n for s in segments for n in s.nodes}
     sent = [writer.values[n] for s in segments for n in s.sends if any(u not in inside for u in n.users) or not n.users]
     heads = tuple(head for s in segments for head in heads_of(s, kinds[s.kind]))
     return Flow(tuple(writer.received), tuple(writer.steps), tuple(sent), heads)
@@ -189,7 +190,9 @@ def _joined(head: Head, steps: Mapping[fx.Node, DataflowStep]) -> DataflowStep:
 class _DataflowWriter:
     """The steps written so far, and each tensor's current value."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: Collection[fx.Node]) -> None:
+        """`inside`: the ops of all segments."""
+        self.inside = inside
         self.values: dict[fx.Node, Value] = {}
         self.converted: dict[tuple[fx.Node, Placement], Value] = {}
         self.received: list[Value] = []
@@ -203,7 +206,8 @@ class _DataflowWriter:
             self.values[node] = _outside(node, B, "prelude")
         for node, placement in zip(segment.receives, decided.receives, strict=True):
             if node not in self.values:
-                self.values[node] = _outside(node, placement, "received")
+                alone = node.op != "placeholder" and all(user in self.inside for user in node.users)
+                self.values[node] = replace(_outside(node, placement, "received"), alone=alone)
                 self.received.append(self.values[node])
         strategies = {segment.nodes[i]: decided.strategies[i] for i, _ in ops_of(segment)}
         for node in segment.nodes:

@@ -158,7 +158,7 @@ def walk_flow(region: Flow, policy: str = "none", *, regather: bool = False, in_
     forward = _forward(region, kept, in_place)
     backward = _backward(region, kept, whole, policy, in_place)
     if policy in ("full", "ops"):  # the recomputing pass saves everything
-        backward = backward.then(_forward(region, whole, in_place, "recomputing ", kept))
+        backward = backward.then(_forward(region, whole, in_place, "recomputing ", {*kept, *_arriving(region)}))
     return Walk(saved, forward, backward, waiting_gradients(region, policy))
 
 
@@ -278,13 +278,18 @@ def _backward(
         starts = {back: restored}
     ends = _by_moment((s, first[s]) for s in (*saved, *restored) if s in first)
     moves = _gradient_moves(region, frozenset(in_place))
-    found.hold((*saved, *{_key(v): v.gradient for v in region.sent if v.info.requires_grad}.values()))
+    found.hold((*saved, *_arriving(region)))
     for i, step, move in zip(reversed(range(len(steps))), reversed(steps), moves, strict=True):
         found.hold(starts.get(i, ()))
         found.moment(f"backward of {step.name}", move.briefly)
         found.hold(move.passed)
         found.release((*move.used, *ends.get(i, ())))
     return found.finish()
+
+
+def _arriving(region: Flow) -> Iterable[Storage]:
+    """Return the gradients that are there when the backward pass of a region begins."""
+    return {_key(v): v.gradient for v in region.sent if v.info.requires_grad}.values()
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ import autoptd
 from autoptd.codegen import block, stage
 from autoptd.codegen.freeing import Holding, with_deletes
 from autoptd.passes.analysis.storages import StorageWatch
-from autoptd.passes.fold import Folded
 from autoptd.runtime.batch import share_of
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
-from autoptd.search.pipeline import block_cost
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
 
 
@@ -86,11 +84,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], str]] = {
 }
 
 
-def repeated(folded: Folded) -> frozenset[int]:
-    units = [unit for unit in folded.units if unit.count > 1] or folded.units
-    return frozenset(i for unit in units for i in range(unit.first, unit.last + 1))
-
-
 def planned(case: str, batch: dict[str, Tensor], precision: str = "bf16", **fix: Any) -> Any:
     torch.manual_seed(0)
     make, _, recompute = CASES[case]
@@ -121,8 +114,6 @@ def held(parallel: Any, batch: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_more_is_alive_than_planned(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that are not like others are not recomputed here: they hold what they save."""
-    monkeypatch.setattr(block_cost, "layer_segments", repeated)
     batch = CASES[case][1]
     parallel = planned(case, batch)
     assert "    del " in "".join(parallel.program.files.values())
