@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,6 +105,7 @@ def train_alone(
     objective, _ = read_objective(loss, {}, targets)
     objective, model = objective.joined(model)
     copies = ModelCopy(model, loss, {id(x): x.detach() for x in computed_tensors(model)})
+    objective = replace(objective, loss=copies.loss)
     model = copies.model.to(device)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stepper = choose(optimizer, optimizer_options or {}, groups, trained, hidden).build(trained)

@@ -8,11 +8,13 @@ import re
 from collections import OrderedDict, deque
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autoptd.errors import PlanError
 from autoptd.passes.custom_grad.hook_copies import bound_to
 from autoptd.passes.kept.copies import ModelCopy
+from autoptd.passes.objectives.loss_modules import constants
 from autoptd.passes.trace.skeleton import computed_tensors
 
 # Attributes of a module that hold its hooks (private to torch; seen in 2.13.0).
@@ -29,11 +31,13 @@ _HOOKS = (
 
 
 def copied(model: nn.Module, loss: object) -> ModelCopy:
-    """Return a deep copy of the model, including the hooks of its parameters, for passes with a loss.
+    """Return a deep copy of the model, including the hooks of its parameters, and of a loss that is a module, whose
+    constants are in float64.
 
     What a forward pass left on a module, such as a recurrent state, is copied without the graph that it came from.
     """
-    copies = ModelCopy(model, loss, {id(x): x.detach().clone() for x in computed_tensors(model)})
+    known: dict[int, Any] = {id(x): x.detach().clone() for x in computed_tensors(model)}
+    copies = ModelCopy(model, loss, known | constants(loss, torch.float64, {*map(id, model.buffers())}))
     for mine, theirs in zip(copies.model.parameters(), model.parameters(), strict=True):
         carry_parameter_hooks(mine, theirs)
     return copies

@@ -117,7 +117,7 @@ def train_plain(
     that is not finite or has no gradient, MoreDraws, and what the model raises.
     """
     copies = copied(source.model, source.objective.loss)
-    objective = source.objective.in_precision(torch.float64, source.model)
+    objective = replace(source.objective, loss=copies.loss)
     with copies.standing_in():
         return _train_copy(copies.model, objective, source, batches, optimizer, options, draws, rounded=rounded)
 

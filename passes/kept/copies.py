@@ -47,13 +47,16 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 class ModelCopy:
-    """A copy of a model for passes with a loss, and what of its objects stands for those of the model."""
+    """A copy of a model and of a loss that is a module, and what of their objects stands for those of the model.
 
-    def __init__(self, model: nn.Module, loss: object, memo: Mapping[int, Any]) -> None:
-        """`memo`: copies of some of the model's tensors, by id, as `copy.deepcopy` takes them."""
+    Either may hold the other: a model that leaves a term on its loss, a loss with a hook on a layer."""
+
+    def __init__(self, model: nn.Module, loss: Any, memo: Mapping[int, Any]) -> None:
+        """`memo`: copies of some of the model's and the loss's tensors, by id, as `copy.deepcopy` takes them."""
         self._held = _held_by_code(model, loss)
         known: dict[int, Any] = {id(x): x for x in self._held} | dict(memo)
         self.model = copy_with_hooks(model, known)
+        self.loss = copy_with_hooks(loss, known) if isinstance(loss, nn.Module) else loss
         originals: list[Any] = known.get(id(known), [])  # which deepcopy keeps alive
         self.pairs: Pairs = [(x, known[id(x)]) for x in originals if not isinstance(x, Tensor) and id(x) in known]
         for held in [x for x, _ in self.pairs if isinstance(x, nn.Module)]:

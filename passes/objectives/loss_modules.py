@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from collections.abc import Container
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoptd.errors import InputsError
 
@@ -22,9 +21,8 @@ def refuse_blank(loss: nn.Module) -> None:
         )
 
 
-def converted(loss: nn.Module, dtype: torch.dtype, model: nn.Module) -> nn.Module:
-    """Return a copy with floating-point buffers in `dtype`, which holds what the given one holds of `model`."""
-    memo: dict[int, Any] = {id(x): x for x in (*model.modules(), *model.parameters(), *model.buffers())}
-    for x in loss.buffers():
-        memo[id(x)] = x.detach().to(dtype) if x.is_floating_point() else x.detach()
-    return copy.deepcopy(loss, memo)
+def constants(loss: object, dtype: torch.dtype, known: Container[int]) -> dict[int, Tensor]:
+    """Return the buffers of a loss that is a module, floating-point ones in `dtype`, by the ids of those that it has.
+    `known`: ids of tensors of the model, which a loss may hold."""
+    own = loss.buffers() if isinstance(loss, nn.Module) else ()
+    return {id(x): x.detach().to(dtype if x.is_floating_point() else x.dtype) for x in own if id(x) not in known}

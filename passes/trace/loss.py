@@ -33,7 +33,7 @@ from autoptd.layout.sample_rows import SHARED, SampleRows
 from autoptd.nest import Nest, tensors_of
 from autoptd.passes.kept.copies import shallow_copy
 from autoptd.passes.kept.left_tensors import LeftTensors
-from autoptd.passes.objectives.loss_modules import converted, refuse_blank
+from autoptd.passes.objectives.loss_modules import refuse_blank
 from autoptd.passes.objectives.terms import LossTerms, NamedTerms, terms_of
 from autoptd.passes.trace.unwrap import RegisteredTensors, unwrap
 
@@ -146,12 +146,6 @@ class Objective:
     def owns(self, name: str) -> bool:
         """Return whether a parameter or buffer belongs to the loss and not to the user's model."""
         return self.outside and name.startswith(f"{self.child}.")
-
-    def in_precision(self, dtype: torch.dtype, model: nn.Module) -> Objective:
-        """Return the objective with the constants of a loss module, which may hold `model`, in `dtype`."""
-        if self.child is None and isinstance(self.loss, nn.Module):
-            return replace(self, loss=converted(self.loss, dtype, model))
-        return self
 
 
 class Loss(nn.Module):

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoptd.errors import InputsError, TraceError
 from autoptd.passes.kept.copies import ModelCopy
+from autoptd.passes.objectives.loss_modules import constants
 from autoptd.passes.trace.traced import PRECISIONS
 
 
@@ -31,6 +32,8 @@ def skeleton(
     model: nn.Module, loss: object, precision: str, device: str, mode: AbstractContextManager[Any]
 ) -> ModelCopy:
     """Return a copy of the model without data, floating-point parameters in `precision`; tied parameters stay tied.
+
+    A loss that is a module is copied with its constants, in the precision.
 
     Parameters and buffers are created under `mode`. Other tensor attributes keep their values, except those computed
     from parameters (the weight of a weight-normed layer): these are recomputed, or refused when they are read.
@@ -45,7 +48,7 @@ def skeleton(
             memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=own, device=device), requires_grad=p.requires_grad)
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
-    copies = ModelCopy(model, loss, memo)
+    copies = ModelCopy(model, loss, memo | constants(loss, dtype, memo))
     prepare_norms(without_caches(copies.model))
     return copies
 

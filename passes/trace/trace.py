@@ -343,7 +343,7 @@ class _Exporter:
         model = copies.model
         names = {id(x): name for whole in (self.model, model) for name, x in registered(whole).items()}
         reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
-        objective = self.objective.in_precision(PRECISIONS[self.precision], self.model)
+        objective = replace(self.objective, loss=copies.loss)
         root = Loss(model, objective, names, self.casts, self.rows, reads)
         if self.evaluating:
             root.eval()

@@ -37,6 +37,7 @@ class Auxiliary(nn.Module):
         self.terms: list[Tensor] = []
         self.found: dict[str, Any] = {"aux": 0.0}
         self.frozen_prior = [self.prior]
+        self.criteria: list[Any] = []
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,6 +48,8 @@ class Auxiliary(nn.Module):
         self.found["aux"] = self.aux + z.mean()
         if self.training:
             self.prior.mul_(0.9)
+        for criterion in self.criteria:
+            criterion.term = z.abs().mean()
         return self.head(z)
 
 
@@ -121,6 +124,48 @@ class Registered(nn.Module):
         return F.cross_entropy(out, targets) + self.model.aux + self.model.up.weight.square().mean()
 
 
+class Hooked(nn.Module):
+    """A loss that is a module, and reads what its hook of the model has taken."""
+
+    def __init__(self, model: Auxiliary) -> None:
+        super().__init__()
+        self.taken: list[Tensor] = []
+        model.norm.register_forward_hook(self.take)
+
+    def take(self, module: nn.Module, given: Any, out: Tensor) -> None:
+        self.taken.append(out)
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets) + self.taken.pop().square().mean()
+
+
+class Observing(Hooked):
+    """One that keeps it as an attribute, and has a constant in another type."""
+
+    def __init__(self, model: Auxiliary) -> None:
+        super().__init__(model)
+        self.seen: Any = 0.0
+        self.register_buffer("weight", torch.arange(4.0) + 1)
+
+    def take(self, module: nn.Module, given: Any, out: Tensor) -> None:
+        self.seen = out.square().mean()
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets, self.weight.to(out.dtype)) + self.seen
+
+
+class Receiving(nn.Module):
+    """A loss that is a module, on which the model leaves a term."""
+
+    def __init__(self, model: Auxiliary) -> None:
+        super().__init__()
+        self.term: Any = 0.0
+        model.criteria = [self]
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets) + self.term
+
+
 class Called:
     def __init__(self, model: Auxiliary) -> None:
         self.model = model
@@ -177,6 +222,9 @@ LOSSES: dict[str, Callable[[Auxiliary], Any]] = {
     "an object": Called,
     "a module": Held,
     "a module with a child": Registered,
+    "a module with a hook": Hooked,
+    "a module that a hook writes to": Observing,
+    "a module that forward writes to": Receiving,
     "terms": named,
     "all parameters": lambda m: (
         lambda out, targets: F.cross_entropy(out, targets) + 0.01 * sum(p.square().sum() for p in m.parameters())
@@ -225,9 +273,11 @@ def test_a_loss_reads_what_forward_has_left(name: str) -> None:
     model = Spaced()
     before = copy.deepcopy((model.state_dict(), [*vars(model)], *(getattr(model, name) for name in LEFT)))
     loss = LOSSES[name](model)
+    loss_before = str(vars(loss))
     parallels = [made(model, loss), made(model, loss, 2, dp=1, tp=1, pp=2), made(model, loss, 2, dp=2, tp=1, pp=1)]
     after = model.state_dict(), [*vars(model)], *(getattr(model, name) for name in LEFT)
     assert str(before) == str(after), "planning leaves the model as it was"
+    assert str(vars(loss)) == loss_before
     batch = {"x": X, "targets": Y}
     for _ in range(3):
         parallels[0].train_step(batch)
@@ -253,7 +303,7 @@ def test_a_list_of_a_file_is_one_list(held: bool) -> None:
     assert are_equal(par.state_dict(), wanted)
 
 
-@pytest.mark.parametrize("name", ["an attribute", "a list by itself", "terms", "another pass"])
+@pytest.mark.parametrize("name", ["an attribute", "a list by itself", "terms", "another pass", "a module with a hook"])
 def test_a_verification_reads_it_too(name: str) -> None:
     torch.manual_seed(0)
     model = Auxiliary()

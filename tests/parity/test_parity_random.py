@@ -36,8 +36,8 @@ def trained(name: str, mesh: Mesh, variant: Variant = PLAIN) -> Trained:
 def plain(name: str) -> Trained:
     """Train the user's model on whole batches, under the mode that makes it draw the program's numbers."""
     of = source(name)
-    draws, model = draws_of(of, batches(name)[0]), copied(of.model, None).model
-    objective = of.objective.in_precision(torch.float64, of.model)
+    draws, copies = draws_of(of, batches(name)[0]), copied(of.model, of.objective.loss)
+    model, objective = copies.model, replace(of.objective, loss=copies.loss)
     stepper, losses, gradients = torch.optim.SGD(model.parameters(), **OPTIONS["sgd"]), [], {}
     for step, batch in enumerate(batches(name)):
         stepper.zero_grad()

@@ -10,7 +10,7 @@ graph, each microbatch        if their sum is not the whole, a sample depends on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def _outputs(trial: Trial) -> Iterator[Output]:
     source = trial.subject.source
     copies = copied(source.model, source.objective.loss)
     model = copies.model
-    objective = source.objective.in_precision(torch.float64, source.model)
+    objective = replace(source.objective, loss=copies.loss)
     found: list[Output] = []
     for path, module in model.named_modules():
         module.register_forward_hook(_output_hook(found, path))

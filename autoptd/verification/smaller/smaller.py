@@ -147,17 +147,18 @@ def _smaller(
 ) -> tuple[TracedModel, tuple[str, ...]]:
     """Return the smaller model, traced, and the changes of its widths, in words."""
     narrower = None if ranks is None else _narrow(planned.model, ranks, sizes.get(str(SEQUENCE), 1))
+    objective = planned.objective
     if narrower is not None:
         model, changed = narrower
         stand_for(model, planned.model)
         carry_settings(model, planned.model)
     else:
         copies = copied(planned.model, planned.objective.loss)
-        model, changed = copies.model, ()
+        model, changed, objective = copies.model, (), replace(objective, loss=copies.loss)
         stand_for(model, planned.model, copies.pairs)
     drop_layers(model, planned.folded, kept)
     says = hasattr(model, "example_inputs") or not hasattr(planned.model, "example_inputs")
-    examples, objective = _examples(planned, sizes), planned.objective
+    examples = _examples(planned, sizes)
     if objective.outside:
         objective = replace(objective, loss=copy.deepcopy(objective.loss))  # its parameters get new values
     shapes = {name: x for name, x in examples.items() if name not in objective.targets}
