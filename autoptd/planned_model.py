@@ -17,12 +17,14 @@ from autoptd.passes.kept.copies import one_at_a_time
 from autoptd.planned_reads import (
     ReadValue,
     TensorValue,
+    functions_of,
     methods_of,
     names_in,
     of_functions,
     of_module,
     sampled_bytes,
     some_bytes,
+    with_called,
 )
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -168,11 +170,12 @@ def _read_by(
     known, left = {id(module): (name, module) for name, module in found}, list(found)
     read: dict[tuple[int, str], ReadValue] = {}
     while left:
-        methods = methods_of(module for _, module in known.values())
-        names = names_in(methods)
+        methods = [*methods_of(module for _, module in known.values()), *functions_of(loss)]
+        called = with_called(methods)
+        names = names_in((*methods, *called))
         more = [each for name, module in left for each in of_module(name, module, names)]
-        more += of_functions(methods, loss)
-        read |= {(id(each.holder), repr(each.key)): each for each in more}
+        more += of_functions(called, loss)
+        read |= {each.place: each for each in more}
         modules = [(each.name, each.value) for each in read.values() if isinstance(each.value, nn.Module)]
         inner = [
             (f"{name}.{n}".rstrip("."), m) for name, root in modules if traced(root) for n, m in root.named_modules()

@@ -7,25 +7,59 @@ that is a key of a dict. Values of libraries do not count.
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import inspect
+import itertools
+import numbers
+import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autoptd.passes.kept.python_values import is_users
+
 KINDS = (bool, int, float, str)
 ABSENT = object()
 _LIBRARIES = {"torch", "torchvision", "transformers", "autoptd", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _CALLS = 3  # functions called by functions, counted from the loss or from forward
+_DEPTH = 4  # objects, dicts and lists in others
+_MOST = 1000  # elements of a list or dict that are looked at one by one
+_OPERATORS = frozenset(
+    ("__call__", "__getitem__", "__getattr__", "__iter__", "__len__", "__float__", "__mul__", "__rmul__")
+)
 _BYTES = 64  # of a tensor that are compared: a change by `.data` has no version
 
 
-Holder = Mapping[Any, Any] | Sequence[Any] | CellType
+class Attributes:
+    """The attributes of an object: its own, those in slots, and those of its class."""
+
+    def __init__(self, of: object) -> None:
+        self.of = of
+
+    def get(self, key: str, default: object) -> object:
+        """Return an attribute; properties and other descriptors do not run."""
+        own = getattr(self.of, "__dict__", {})
+        if key in own:
+            return own[key]
+        found = next((vars(cls)[key] for cls in type(self.of).__mro__ if key in vars(cls)), default)
+        return getattr(self.of, key, default) if isinstance(found, MemberDescriptorType) else found
+
+    def among(self, names: frozenset[str]) -> list[str]:
+        """Return the attributes of some names, in order; those of its class only if they are data."""
+        own = getattr(self.of, "__dict__", {})
+        shared = {k: x for cls in type(self.of).__mro__ if _is_followed(cls) for k, x in vars(cls).items()}
+        data = (k for k, x in shared.items() if isinstance(x, MemberDescriptorType) or not _is_code(x))
+        return sorted(k for k in {*own, *data} & names if not k.startswith("__"))
+
+
+Holder = Mapping[Any, Any] | Sequence[Any] | CellType | Attributes
 
 
 @dataclass(frozen=True)
@@ -35,18 +69,34 @@ class ReadValue:
     name: str
     holder: Holder
     key: Any
-    value: object  # a number, a string, a list of them, a module, or the TensorValue of a tensor
+    value: object  # a number, a string, a list of them, a module, a Length, or the TensorValue of a tensor
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Where it is: equal for two that are found in two ways."""
+        return id(self.holder.of if isinstance(self.holder, Attributes) else self.holder), repr(self.key)
 
     def now(self) -> object:
         """Return the present value, or ABSENT."""
-        return _value(self.holder, self.key)
+        now = _value(self.holder, self.key)
+        return Length(len(now)) if isinstance(self.value, Length) and isinstance(now, Sized) else now
 
     def differs(self) -> bool:
         """Return whether the value is another one than when it was noted."""
         now = self.now()
         if isinstance(self.value, TensorValue):
             return self.value.differs(now)
-        return now is not self.value and plain(now) != self.value
+        return now is not self.value and (now if isinstance(now, Length) else plain(now)) != self.value
+
+
+@dataclass(frozen=True)
+class Length:
+    """The number of elements of a list or a dict."""
+
+    of: int
+
+    def __repr__(self) -> str:
+        return f"of {self.of} elements"
 
 
 class TensorValue:
@@ -90,20 +140,22 @@ def _version(x: Tensor) -> int:
 
 def of_module(name: str, module: nn.Module, names: frozenset[str]) -> Iterator[ReadValue]:
     """Yield the numbers and strings among a module's attributes, and what else code with these names reads of them."""
-    own = vars(module)
-    for key, value in own.items():
-        path = f"{name}.{key}".lstrip(".")
-        if type(value) in KINDS and (not key.startswith("_") or key in names) and key not in _MODULE_KEYS:
-            yield from _noted(path, own, key)
-        elif key in names and key not in _MODULE_KEYS:
-            yield from _of_value(path, own, key, names)
+    own, attributes = vars(module), Attributes(module)
+    simple = (key for key, x in own.items() if type(x) in KINDS and not key.startswith("_"))
+    for key in dict.fromkeys((*simple, *attributes.among(names))):
+        if key not in _MODULE_KEYS:
+            yield from _of_value(f"{name}.{key}".lstrip("."), own if key in own else attributes, key, names)
 
 
 def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
     """Return `forward` of all classes of modules but torch's, and the methods that these name, and so on."""
     classes = dict.fromkeys(type(module) for module in modules)
-    left = {id(f): f for kind in classes for f in _methods(kind)}
-    names, found = frozenset(("forward", "__call__")), list[FunctionType]()
+    return _reached([f for kind in classes for f in _methods(kind)], frozenset(("forward", "__call__")))
+
+
+def _reached(methods: Iterable[FunctionType], names: frozenset[str]) -> list[FunctionType]:
+    """Return the methods that have one of these names, or are named by one of those, and so on."""
+    left, found = {id(f): f for f in methods}, list[FunctionType]()
     while more := [left.pop(key) for key, f in [*left.items()] if f.__name__ in names]:
         found += more
         names |= names_in(more)
@@ -115,91 +167,149 @@ def names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
     return frozenset().union(*(_names(function.__code__) for function in functions))
 
 
+def functions_of(loss: object) -> list[FunctionType]:
+    """Return the functions that a loss consists of: for an object its methods; for a module none."""
+    if isinstance(loss, functools.partial):
+        return functions_of(loss.func)
+    if isinstance(loss, FunctionType):
+        return [loss]
+    if isinstance(loss, nn.Module | type) or not callable(loss):
+        return []
+    name = loss.__func__.__name__ if isinstance(loss, MethodType) else "__call__"
+    return _reached(_methods(type(_owner(loss))), frozenset((name,)))
+
+
+def with_called(functions: Iterable[FunctionType]) -> list[FunctionType]:
+    """Return functions and those that they hold or have as globals, and so on; none of libraries."""
+    found, level = dict[int, FunctionType](), list(functions)
+    for _ in range(_CALLS + 1):
+        level = [f for f in level if id(f) not in found and (f.__module__ or "").partition(".")[0] not in _LIBRARIES]
+        found |= {id(f): f for f in level}
+        held = (_value(holder, key) for f in level for _, holder, key in _places(f))
+        level = [f for f in held if isinstance(f, FunctionType)]
+    return list(found.values())
+
+
 def of_functions(functions: Iterable[FunctionType], loss: object) -> Iterator[ReadValue]:
-    """Yield the values that methods and a loss read, and functions that they call."""
-    seen: set[int] = set()
+    """Yield the values that functions read, and those that a loss which is no function holds."""
     for function in functions:
-        yield from _of_function(function, _CALLS, seen)
-    yield from _of_callable(loss, _CALLS, seen)
+        names = _names(function.__code__)
+        for name, holder, key in _places(function):
+            yield from _of_value(name, holder, key, names)
+    if callable(loss) and not isinstance(loss, nn.Module | FunctionType) and not isinstance(_owner(loss), nn.Module):
+        yield from _of_value("loss", {"loss": loss}, "loss", names_in(functions_of(loss)))
+
+
+def _owner(function: object) -> object:
+    return function.__self__ if isinstance(function, MethodType) else function
 
 
 def plain(value: object) -> object:
-    """Return a copy of numbers, strings and lists of them; of what else may be compared, the value; else ABSENT."""
-    if type(value) in KINDS or value is None or inspect.isroutine(value) or inspect.isclass(value):
+    """Return a copy of numbers, strings, and lists, sets and arrays of them; of what else may be compared, the value;
+    else ABSENT."""
+    if type(value) in KINDS or value is None or _is_code(value) or isinstance(value, enum.Enum):
         return value
-    if isinstance(value, (list, tuple)) and all(type(x) in KINDS for x in value):
+    if isinstance(value, numbers.Number):
+        return value
+    if type(value).__module__ == "numpy" and isinstance(tolist := getattr(value, "tolist", None), BuiltinFunctionType):
+        return tolist() if getattr(value, "size", _MOST) < _MOST else ABSENT
+    if isinstance(value, (list, tuple, deque)) and all(type(x) in KINDS for x in value):
         return [*value]
+    if isinstance(value, (set, frozenset)) and all(type(x) in KINDS for x in value):
+        return frozenset(value)
     return ABSENT
 
 
-def _noted(name: str, holder: Holder, key: Any) -> Iterator[ReadValue]:
-    """Yield a number, string, module or tensor, or the modules and tensors in a list."""
+def _is_code(value: object) -> bool:
+    return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, property | functools.partial)
+
+
+def _of_value(name: str, holder: Holder, key: Any, names: frozenset[str], depth: int = _DEPTH) -> Iterator[ReadValue]:
+    """Yield a value, or the values in a list, a dict or an object that code with these names reads."""
     value = _value(holder, key)
-    if isinstance(value, (list, tuple)) and any(isinstance(x, (Tensor, nn.Module)) for x in value):
-        for place in range(len(value)):
-            yield from _noted(f"{name}[{place}]", value, place)
-    elif isinstance(value, nn.Module):
-        yield ReadValue(name, holder, key, value)
-    elif isinstance(value, Tensor):
+    if _of_library(value) or value is ABSENT:
+        return
+    if isinstance(value, Tensor):
         if not value.is_meta:
             yield ReadValue(name, holder, key, TensorValue(value))
-    elif (held := plain(value)) is not ABSENT and held == held:
-        yield ReadValue(name, holder, key, held)
-
-
-def _of_value(name: str, holder: Holder, key: Any, names: frozenset[str]) -> Iterator[ReadValue]:
-    """Yield a value, or the values in a dict or an object that code with these names reads."""
-    value = _value(holder, key)
-    if _of_library(value):
+    elif isinstance(value, nn.Module):
+        yield ReadValue(name, holder, key, value)
+    elif (held := plain(value)) is not ABSENT:
+        if held == held:
+            yield ReadValue(name, holder, key, held)
+        yield from _of_code(name, value, names, depth)
+    elif not depth:
         return
-    inside: Mapping[Any, Any] | None = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
-    if isinstance(value, (Tensor, nn.Module)) or inspect.isroutine(value) or inside is None:
-        yield from _noted(name, holder, key)
-        return
-    for each in list(inside):
-        if each in names or (isinstance(value, Mapping) and type(each) in KINDS and type(each) is not str):
-            where = f"{name}[{each!r}]" if isinstance(value, Mapping) else f"{name}.{each}"
-            yield from _noted(where, inside, each)
+    elif isinstance(value, (list, tuple, deque)):
+        yield ReadValue(name, holder, key, Length(len(value)))
+        for place in range(min(len(value), _MOST)):
+            yield from _of_value(f"{name}[{place}]", value, place, names, depth - 1)
+    elif isinstance(value, Mapping):
+        every = not names.isdisjoint(("keys", "values", "items"))
+        if every:
+            yield ReadValue(name, holder, key, Length(len(value)))
+        read = (x for x in list(value) if every or x in names or (type(x) in KINDS and type(x) is not str))
+        for each in itertools.islice(read, _MOST):
+            yield from _of_value(f"{name}[{each!r}]", value, each, names, depth - 1)
+    else:
+        yield from _of_object(name, value, names, depth - 1)
 
 
-def _of_callable(function: object, calls: int, seen: set[int]) -> Iterator[ReadValue]:
-    if isinstance(function, functools.partial):
-        yield from _of_callable(function.func, calls, seen)
-        for values in (function.args, function.keywords):
+def _of_code(name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
+    """Yield what code holds: the attributes of a class, the object of a method, the arguments of a partial function."""
+    if isinstance(value, functools.partial):
+        names |= names_in(functions_of(value))
+        for values in (value.args, value.keywords):
             for key in range(len(values)) if isinstance(values, tuple) else values:
-                yield from _noted(f"the loss's {key}", values, key)
-    elif isinstance(function, FunctionType):
-        yield from _of_function(function, calls, seen)
-    elif isinstance(function, MethodType) or (callable(function) and not isinstance(function, (nn.Module, type))):
-        owner = function.__self__ if isinstance(function, MethodType) else function
-        called = function.__func__ if isinstance(function, MethodType) else type(function).__call__
-        if isinstance(called, FunctionType):
-            if not isinstance(owner, nn.Module):
-                names = names_in(_methods(type(owner)))
-                yield from _of_value("loss", {"loss": owner}, "loss", names)
-            yield from _of_function(called, calls, seen)
+                yield from _of_value(f"{name}'s {key}", values, key, names, depth - 1)
+        yield from _of_code(name, value.func, names, depth)
+    elif isinstance(value, MethodType) and not isinstance(value.__self__, nn.Module):
+        yield from _of_object(name, value.__self__, names | {value.__func__.__name__}, depth - 1)
+    elif isinstance(value, type) and not issubclass(value, enum.Enum):
+        own = vars(value)
+        for key in [k for k, x in own.items() if k in names and not k.startswith("__") and not _is_code(x)]:
+            yield from _of_value(f"{name}.{key}", own, key, names, depth - 1)
 
 
-def _of_function(function: FunctionType, calls: int, seen: set[int]) -> Iterator[ReadValue]:
-    if id(function) in seen or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
-        return
-    seen.add(id(function))
-    names, known = _names(function.__code__), function.__globals__
-    read = [(name, known, name) for name in sorted(_globals(function.__code__)) if name in known]
-    cells: list[tuple[str, Any, Any]] = []
-    if function.__closure__:
-        cells = [(n, c, None) for n, c in zip(function.__code__.co_freevars, function.__closure__, strict=True)]
-    for name, holder, key in (*read, *cells):
-        value = _value(holder, key)
-        yield from _of_value(name, holder, key, names)
-        if isinstance(value, FunctionType) and calls:
-            yield from _of_function(value, calls - 1, seen)
+def _of_object(name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
+    """Yield the attributes of an object that code with these names reads, itself or by the object's methods."""
+    if _is_followed(type(value)):
+        names |= names_in(_reached(_methods(type(value)), names | _OPERATORS))
+    attributes, own = Attributes(value), getattr(value, "__dict__", {})
+    for key in attributes.among(names):
+        yield from _of_value(f"{name}.{key}", own if key in own else attributes, key, names, depth)
+
+
+def _places(function: FunctionType) -> Iterator[tuple[str, Holder, Any]]:
+    """Yield where a function has values from outside: globals, variables of functions around it, default arguments, its
+    attributes, and the environment."""
+    code, known, given = function.__code__, function.__globals__, function.__defaults__ or ()
+    yield from ((name, known, name) for name in sorted(_globals(code)) if name in known)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield name, cell, None
+    named = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+    yield from ((name, given, place) for place, name in enumerate(named))
+    for held in (function.__kwdefaults__ or {}, vars(function)):
+        yield from ((name, held, name) for name in held)
+    if not (names := _names(code)).isdisjoint(("environ", "getenv")):
+        yield from ((name, os.environ, name) for name in sorted(names & os.environ.keys()))
 
 
 def _methods(kind: type) -> list[FunctionType]:
-    classes = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "builtins")]
+    """Return the methods and properties of a class and of those that it is made of, but torch's."""
+    classes = [each for each in kind.__mro__ if _is_followed(each) or not _is_torchs(each)]
     found = [f for each in classes for name, f in vars(each).items() if name != "__init__"]
-    return [f for f in (getattr(f, "__func__", f) for f in found) if isinstance(f, FunctionType)]
+    found = [f.fget if isinstance(f, property) else getattr(f, "__func__", f) for f in found]
+    return [f for f in found if isinstance(f, FunctionType)]
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "builtins")
+
+
+def _is_followed(kind: type) -> bool:
+    """Return whether the methods of objects of a class are looked at: of the user's, of optimizers and schedulers."""
+    return is_users(kind.__module__) or kind.__module__.startswith("torch.optim")
 
 
 def _names(code: CodeType) -> frozenset[str]:
@@ -221,7 +331,7 @@ def _of_library(value: object) -> bool:
 
 
 def _value(holder: Holder, key: Any) -> object:
-    if isinstance(holder, Mapping):
+    if isinstance(holder, Mapping | Attributes):
         return holder.get(key, ABSENT)
     if not isinstance(holder, CellType):
         return holder[key] if key < len(holder) else ABSENT

@@ -39,7 +39,7 @@ KEEPERS = (Tensor, list, dict, deque, _CACHE, type(None))  # may be, hold or bec
 _MOST = 10_000  # elements of a container or an array that are looked at
 _DICTS = (dict, OrderedDict, defaultdict, Counter)  # others may make what they are asked for
 _SEQUENCES = (list, tuple, deque, set, frozenset)
-_ITERATORS = (itertools.count, itertools.cycle, itertools.repeat)
+_OF_PYTHON = ("builtins", "itertools")
 _SIMPLE = (bool, int, float, str, bytes, Tensor)
 _NO_CODE = {type(None), *_SIMPLE, nn.Parameter, type, types.ModuleType}  # most values of a module; none holds functions
 _PLAIN = ("argparse", "types")  # modules whose objects are namespaces
@@ -202,7 +202,7 @@ def _state_of(value: object) -> object:
     if isinstance(value, torch.Generator):
         with _disable_current_modes():  # of a trace
             return value.get_state().numpy().tobytes()
-    if isinstance(value, _ITERATORS):
+    if isinstance(value, itertools.count | itertools.repeat):
         return repr(value)
     if isinstance(value, types.GeneratorType):
         return repr(value.gi_frame and sorted(value.gi_frame.f_locals.items()))
@@ -219,6 +219,8 @@ def _contents(value: Any, known: dict[int, object]) -> object:
     held: list[tuple[object, object]]
     if isinstance(value, functools.partial):
         return _contents([value.args, value.keywords], known)
+    if isinstance(value, Iterator) and type(value).__module__ in _OF_PYTHON:
+        return _contents(_reduced(value), known)
     if type(value) in _DICTS:
         held = [(key, frozen(x, known)) for key, x in itertools.islice(value.items(), _MOST)]
     elif isinstance(value, _SEQUENCES):
@@ -227,6 +229,15 @@ def _contents(value: Any, known: dict[int, object]) -> object:
         return None
     kept = tuple((key, x) for key, x in held if x is not None)
     return kept or None
+
+
+def _reduced(iterator: Iterator[Any]) -> tuple[Any, ...]:
+    """Return what an iterator of Python's own would be pickled by: what it goes over, and how far it is."""
+    try:
+        made = iterator.__reduce__()
+    except TypeError:  # such as that of a set
+        return ()
+    return made if isinstance(made, tuple) else ()
 
 
 def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:

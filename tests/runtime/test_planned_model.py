@@ -249,14 +249,14 @@ def test_a_critic_that_another_program_trains_is_refused(part: bool) -> None:
 
 @pytest.mark.fault("a changed model")
 def test_a_tensor_in_nested_lists_that_a_loss_reads_is_noted() -> None:
-    scales, batch = {"all": [[torch.ones(4)]]}, {"input": torch.ones(4, 4)}
+    scales, batch = {"all": [[[[[torch.ones(4)]]]]]}, {"input": torch.ones(4, 4)}
 
     def loss(out: Tensor) -> Tensor:
-        return (out * scales["all"][0][0]).square().mean()
+        return (out * scales["all"][0][0][0][0][0]).square().mean()
 
     parallel = autoptd.parallelize(nn.Linear(4, 4), world=1, batch=4, inputs=batch, loss=loss, precision="fp32")
     parallel.train_step(batch)
-    scales["all"][0][0].mul_(2)
+    scales["all"][0][0][0][0][0].mul_(2)
     with pytest.raises(InputsError, match=r"a tensor \[4\] from outside that the loss reads has other values"):
         parallel.train_step(batch)
 
