@@ -73,7 +73,7 @@ class ReadValue:
 
     @property
     def place(self) -> tuple[int, str]:
-        """Where it is: equal for two that are found in two ways."""
+        """Identity of the place: equal for two values that are found in two ways."""
         return id(self.holder.of if isinstance(self.holder, Attributes) else self.holder), repr(self.key)
 
     def now(self) -> object:
