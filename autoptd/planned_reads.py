@@ -14,6 +14,7 @@ import itertools
 import numbers
 import os
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -26,7 +27,14 @@ from torch import Tensor, nn
 from autoptd.passes.kept.python_values import is_users
 
 KINDS = (bool, int, float, str)
-ABSENT = object()
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
 _LIBRARIES = {"torch", "torchvision", "transformers", "autoptd", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _CALLS = 3  # functions called by functions, counted from the loss or from forward
 _DEPTH = 4  # objects, dicts and lists in others
@@ -79,7 +87,7 @@ class ReadValue:
     def now(self) -> object:
         """Return the present value, or ABSENT."""
         now = _value(self.holder, self.key)
-        return Length(len(now)) if isinstance(self.value, Length) and isinstance(now, Sized) else now
+        return Length.of(now) if isinstance(self.value, Length) and isinstance(now, Sized) else now
 
     def differs(self) -> bool:
         """Return whether the value is another one than when it was noted."""
@@ -93,10 +101,15 @@ class ReadValue:
 class Length:
     """The number of elements of a list or a dict."""
 
-    of: int
+    kind: str
+    elements: int
+
+    @classmethod
+    def of(cls, value: Sized) -> Length:
+        return cls(type(value).__name__, len(value))
 
     def __repr__(self) -> str:
-        return f"of {self.of} elements"
+        return f"a {self.kind} of {self.elements}"
 
 
 class TensorValue:
@@ -176,7 +189,8 @@ def functions_of(loss: object) -> list[FunctionType]:
     if isinstance(loss, nn.Module | type) or not callable(loss):
         return []
     name = loss.__func__.__name__ if isinstance(loss, MethodType) else "__call__"
-    return _reached(_methods(type(_owner(loss))), frozenset((name,)))
+    owner = _owner(loss)
+    return _reached(_methods(owner if isinstance(owner, type) else type(owner)), frozenset((name,)))
 
 
 def with_called(functions: Iterable[FunctionType]) -> list[FunctionType]:
@@ -241,16 +255,18 @@ def _of_value(name: str, holder: Holder, key: Any, names: frozenset[str], depth:
     elif not depth:
         return
     elif isinstance(value, (list, tuple, deque)):
-        yield ReadValue(name, holder, key, Length(len(value)))
+        yield ReadValue(name, holder, key, Length.of(value))
         for place in range(min(len(value), _MOST)):
             yield from _of_value(f"{name}[{place}]", value, place, names, depth - 1)
     elif isinstance(value, Mapping):
         every = not names.isdisjoint(("keys", "values", "items"))
         if every:
-            yield ReadValue(name, holder, key, Length(len(value)))
+            yield ReadValue(name, holder, key, Length.of(value))
         read = (x for x in list(value) if every or x in names or (type(x) in KINDS and type(x) is not str))
         for each in itertools.islice(read, _MOST):
             yield from _of_value(f"{name}[{each!r}]", value, each, names, depth - 1)
+        if depth > _DEPTH - 2:
+            yield from (ReadValue(f"{name}[{each!r}]", value, each, ABSENT) for each in sorted(names - value.keys()))
     else:
         yield from _of_object(name, value, names, depth - 1)
 
@@ -272,12 +288,20 @@ def _of_code(name: str, value: object, names: frozenset[str], depth: int) -> Ite
 
 
 def _of_object(name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
-    """Yield the attributes of an object that code with these names reads, itself or by the object's methods."""
+    """Yield the attributes of an object that code with these names reads, itself or by the object's methods; also those
+    that it does not have yet."""
+    if isinstance(value, weakref.ref):
+        yield from _of_value(f"{name}()", {"": value()}, "", names, depth)
+        return
     if _is_followed(type(value)):
         names |= names_in(_reached(_methods(type(value)), names | _OPERATORS))
     attributes, own = Attributes(value), getattr(value, "__dict__", {})
-    for key in attributes.among(names):
+    present = attributes.among(names)
+    for key in present:
         yield from _of_value(f"{name}.{key}", own if key in own else attributes, key, names, depth)
+    if depth > _DEPTH - 2 and (_is_followed(type(value)) or type(value).__module__ in ("types", "argparse")):
+        absent = (key for key in sorted(names.difference(present)) if not hasattr(type(value), key))
+        yield from (ReadValue(f"{name}.{key}", own, key, ABSENT) for key in absent)
 
 
 def _places(function: FunctionType) -> Iterator[tuple[str, Holder, Any]]:
@@ -299,6 +323,7 @@ def _methods(kind: type) -> list[FunctionType]:
     """Return the methods and properties of a class and of those that it is made of, but torch's."""
     classes = [each for each in kind.__mro__ if _is_followed(each) or not _is_torchs(each)]
     found = [f for each in classes for name, f in vars(each).items() if name != "__init__"]
+    found = [getattr(f, "func", f) if isinstance(f, functools.cached_property) else f for f in found]
     found = [f.fget if isinstance(f, property) else getattr(f, "__func__", f) for f in found]
     return [f for f in found if isinstance(f, FunctionType)]
 

@@ -6,6 +6,7 @@ import enum
 import functools
 import itertools
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class Schedule:
 
 
 class Slots:
-    __slots__ = ("rate",)
+    __slots__ = ("__weakref__", "rate")
 
     def __init__(self) -> None:
         self.rate = 1.0
@@ -91,6 +92,11 @@ def attributed(held: list[Any]) -> Callable[[], float]:
     return rate
 
 
+def held_weakly(held: Any) -> Callable[[], float]:
+    known = weakref.ref(held)
+    return lambda: float(known().rate)  # type: ignore[union-attr]
+
+
 Case = tuple[Callable[[], Any], Callable[[Any], Callable[[], Any]], Callable[[Any], object]]
 CASES: dict[str, Case] = {  # what is held, the weight that the loss reads of it, and a change
     "a dict in a dict": (lambda: {"a": {"b": 1.0}}, lambda h: lambda: h["a"]["b"], lambda h: h["a"].update(b=0.5)),
@@ -119,6 +125,9 @@ CASES: dict[str, Case] = {  # what is held, the weight that the loss reads of it
     "a slot": (Slots, lambda h: lambda: h.rate, lambda h: setattr(h, "rate", 0.5)),
     "a class": (lambda: Shared, lambda h: lambda: h.rate, lambda h: setattr(h, "rate", 0.5)),
     "a class of an object": (Shared, lambda h: lambda: h.rate, lambda h: setattr(type(h), "rate", 0.5)),
+    "one that comes later": (SimpleNamespace, lambda h: lambda: getattr(h, "a", 1.0), lambda h: setattr(h, "a", 0.5)),
+    "a key that comes later": (dict, lambda h: lambda: h.get("rate", 1.0), lambda h: h.update(rate=0.5)),
+    "an object that is held weakly": (Slots, lambda h: held_weakly(h), lambda h: setattr(h, "rate", 0.5)),
     "a partial function": (
         lambda: SimpleNamespace(rate=1.0),
         lambda h: functools.partial(lambda h: h.rate, h),
