@@ -54,6 +54,19 @@ def test_a_tuple_of_one_constant() -> None:
     assert wrong(randomised(Scales()), x(), lambda out: out.square().mean()) == []
 
 
+class Moved(Plain):
+    """A model that moves layers to where its input is, and others to the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.to("cpu", x.dtype)
+        hidden = self.middle.to(x)(torch.tanh(self.first.to(x.device)(x)))
+        return self.last(torch.tanh(hidden)).square().mean()
+
+
+def test_layers_moved_in_forward() -> None:
+    assert wrong(randomised(Moved()), x()) == []
+
+
 class Bags(nn.Module):
     """Sparse features of one length, each bag in one row, as recommenders have them."""
 
