@@ -4,6 +4,8 @@
         x = gathered(x)           is not traced
 
 Whoever asks for a rank or the number of ranks without that gets the error of one process.
+
+`module.to(device)` in forward moves nothing: the plan says where a module is.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from autoptd.errors import UnsupportedOp
@@ -31,18 +34,32 @@ _tracing = threading.local()
 
 @contextmanager
 def as_one_process() -> Iterator[None]:
-    """Wrap a trace: in this thread, torch.distributed has not been initialised."""
-    kept = vars(distributed_c10d._WorldMeta)["WORLD"]  # private; seen in torch 2.13.0
+    """Wrap a trace: in this thread, torch.distributed has not been initialised, and all modules are where they are."""
+    kept, move = vars(distributed_c10d._WorldMeta)["WORLD"], nn.Module.to  # the first is private; seen in torch 2.13.0
 
     def world(cls: type) -> ProcessGroup | None:
         return None if getattr(_tracing, "here", False) else kept.fget(cls)
 
-    with patch.object(distributed_c10d._WorldMeta, "WORLD", property(world, kept.fset)):
+    def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        here = getattr(_tracing, "here", False) and _moves_only(module, *args, **kwargs)
+        return module if here else move(module, *args, **kwargs)
+
+    with (
+        patch.object(distributed_c10d._WorldMeta, "WORLD", property(world, kept.fset)),
+        patch.object(nn.Module, "to", moved),
+    ):
         _tracing.here = True
         try:
             yield
         finally:
             _tracing.here = False
+
+
+def _moves_only(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    """Return whether `module.to` with these arguments leaves the types and the strides of its tensors as they are."""
+    _, dtype, _, strides = torch._C._nn._parse_to(*args, **kwargs)  # private, what `to` calls; seen in torch 2.13.0
+    tensors = (x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point() or x.is_complex())
+    return strides is None and (dtype is None or all(x.dtype == dtype for x in tensors))
 
 
 def refuse_communication(graph: fx.Graph) -> None:

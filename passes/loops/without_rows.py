@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autoptd.passes.graph import drop_unread, op_name, substitute
@@ -136,7 +137,8 @@ def _drop_zeros(graph: fx.Graph, program: ExportedProgram, sizes: set[sympy.Symb
 def _is_zero(node: fx.Node, held: Any, zeros: set[fx.Node]) -> bool:
     """Return whether a single number is zero: a constant, or made of such numbers alone."""
     if node.op == "placeholder":
-        return isinstance(held, Tensor) and not held.is_meta and held.numel() == 1 and not held
+        known = isinstance(held, Tensor) and not (held.is_meta or isinstance(held, FakeTensor))
+        return known and held.numel() == 1 and not held
     name, given = op_name(node), node.all_input_nodes
     if not given or not zeros.issuperset(given):
         return False

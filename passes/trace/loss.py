@@ -35,7 +35,7 @@ from autoptd.passes.kept.copies import shallow_copy
 from autoptd.passes.kept.left_tensors import LeftTensors
 from autoptd.passes.objectives.loss_modules import refuse_blank
 from autoptd.passes.objectives.terms import LossTerms, NamedTerms, terms_of
-from autoptd.passes.trace.unwrap import RegisteredTensors, unwrap
+from autoptd.passes.trace.unwrap import Originals, RegisteredTensors, unwrap
 
 TARGET = "targets"  # the name of a single target in a batch
 
@@ -151,15 +151,15 @@ class Objective:
 class Loss(nn.Module):
     """Wrapper of a model that returns only the loss: logits, caches and output classes are dropped before planning.
 
-    `original`: the user's names of parameters and buffers, by id. `casts`: dtypes that inputs are cast to. `rows`:
-    inputs whose samples are not in dim 0 for `forward`. `reads`: context of a pass, by both forms.
+    `original`: the user's parameters and buffers. `casts`: dtypes that inputs are cast to. `rows`: inputs whose samples
+    are not in dim 0 for `forward`. `reads`: context of a pass, by both forms.
     """
 
     def __init__(
         self,
         model: nn.Module,
         objective: Objective,
-        original: Mapping[int, str],
+        original: Originals,
         casts: Mapping[str, torch.dtype],
         rows: Mapping[str, SampleRows],
         reads: Callable[..., AbstractContextManager[None]],

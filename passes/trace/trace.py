@@ -66,7 +66,7 @@ from autoptd.passes.trace.specialize_sizes import (
 from autoptd.passes.trace.tensor_len import symbolic_len
 from autoptd.passes.trace.trace_errors import copying, explain, may_loop, not_functional, placed, user_line
 from autoptd.passes.trace.traced import PRECISIONS, SEQUENCE, Averaging, Traced, canonical_names
-from autoptd.passes.trace.unwrap import UnregisteredTensor, refuse_scripted, registered
+from autoptd.passes.trace.unwrap import Originals, UnregisteredTensor, refuse_scripted
 
 
 def trace(
@@ -341,10 +341,9 @@ class _Exporter:
         with one_at_a_time, copying():
             copies = skeleton(self.model, self.objective.loss, self.precision, device, mode)
         model = copies.model
-        names = {id(x): name for whole in (self.model, model) for name, x in registered(whole).items()}
         reads = partial(reading, self.known, self.rows, self.left_out, self.turns)
         objective = replace(self.objective, loss=copies.loss)
-        root = Loss(model, objective, names, self.casts, self.rows, reads)
+        root = Loss(model, objective, Originals.of(self.model, model), self.casts, self.rows, reads)
         if self.evaluating:
             root.eval()
         with mode, copies.standing_in():

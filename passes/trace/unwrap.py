@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,7 +109,14 @@ def _wrapped(model: nn.Module) -> Found:
 
 
 def _sparse(model: nn.Module) -> Found:
-    return ((name, "") for name, x in _tensors(model) if x.layout != torch.strided)
+    """Return parameters and buffers that are saved; others are refused where forward reads them."""
+    saved = (
+        (f"{path}.{key}".lstrip("."), b)
+        for path, module in model.named_modules()
+        for key, b in module._buffers.items()
+        if b is not None and key not in module._non_persistent_buffers_set
+    )
+    return ((name, "") for name, x in (*model.named_parameters(), *saved) if x.layout != torch.strided)
 
 
 def _complex(model: nn.Module) -> Found:
@@ -132,7 +140,7 @@ def _shared(model: nn.Module) -> Found:
     ]
     spans: dict[int, list[tuple[int, int, str, int]]] = {}  # storage -> byte of first and last element, name, id
     for name, x in (*_tensors(model), *attributes):
-        if x.numel():
+        if x.numel() and x.layout == torch.strided:
             first = int(x.storage_offset()) * x.itemsize
             last = first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) * x.itemsize
             spans.setdefault(x.untyped_storage()._cdata, []).append((first, last, name, id(x)))
@@ -160,6 +168,7 @@ def _recomputed(module: nn.Module, key: str) -> bool:
 
 
 _LONGEST = 900  # bytes of a name
+_DENSE = "make it dense: x.to_dense()"
 _UNSUITABLE: tuple[tuple[Callable[[nn.Module], Found], str, str], ...] = (  # check, what is wrong, fix
     (_unwritable, f"have names that are not valid Unicode or have more than {_LONGEST} bytes", "rename them"),
     (_distributing, "are wrappers that distribute the model, which the plan does", ""),
@@ -174,7 +183,7 @@ _UNSUITABLE: tuple[tuple[Callable[[nn.Module], Found], str, str], ...] = (  # ch
         "are tensor subclasses or quantised tensors",
         "pass the module with plain parameters, before it is sharded or quantised",
     ),
-    (_sparse, "are not dense tensors", "make them dense"),
+    (_sparse, "are not dense tensors", _DENSE),
     (
         _complex,
         "are complex and trainable, which torch's fused optimizers do not step",
@@ -210,20 +219,35 @@ class UnregisteredTensor(InputsError):
     """A tensor of the model is not read as its module registers it, maybe since forward makes the module."""
 
 
+@dataclass(frozen=True)
+class Originals:
+    """The user's parameters and buffers: names by id, also by that of a copy's, and of those that are not dense."""
+
+    names: Mapping[int, str]
+    sparse: frozenset[str]
+
+    @staticmethod
+    def of(model: nn.Module, copied: nn.Module) -> Originals:
+        """Return those of the user's model, and of the copy that is traced."""
+        names = {id(x): name for whole in (model, copied) for name, x in registered(whole).items()}
+        return Originals(names, frozenset(n for n, x in registered(model).items() if x.layout != torch.strided))
+
+
 class RegisteredTensors(TorchFunctionMode):
     """Mode in which torch reads the traced tensors of `model` where code reaches those that they stand for, as a loss
     does that closes over the model, or a list of buffers.
 
-    `names`: names of parameters and buffers by id: those of the user's model, and of the copy that is traced. Raises
-    UnregisteredTensor for a trainable tensor that `model` does not register; at the end for a buffer read so if forward
-    puts another tensor in its place, since code that holds the first one does not see that.
+    Raises UnregisteredTensor for a trainable tensor that `model` does not register; at the end for a buffer read so if
+    forward puts another tensor in its place, since code that holds the first one does not see that. Raises InputsError
+    for a read of a buffer that is not dense, for which a dense one stands here.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
+    def __init__(self, model: nn.Module, originals: Originals) -> None:
         super().__init__()
-        self.model, self.names, self.read = model, names, set[str]()
+        self.model, self.names, self.read = model, originals.names, set[str]()
         self.traced = registered(model)
         self.known = {id(x) for x in self.traced.values()}
+        self.sparse = {id(self.traced[name]): name for name in originals.sparse}
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -248,11 +272,14 @@ class RegisteredTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _traced(self, x: Tensor) -> Tensor:
+        if id(x) not in self.known and (name := self.names.get(id(x))):
+            self.read.add(name)
+            x = self.traced[name]
+        if id(x) in self.sparse:
+            what = "forward reads a buffer that is not a dense tensor"
+            raise InputsError(what, where=self.sparse[id(x)], fix=_DENSE)
         if id(x) in self.known:
             return x
-        if name := self.names.get(id(x)):
-            self.read.add(name)
-            return self.traced[name]
         # tensors computed from the model are traced, and have one of the tracer's classes
         own = (type(x) is Tensor and not _is_functorch_wrapped_tensor(x)) or isinstance(x, nn.Parameter)
         if own and x.requires_grad:

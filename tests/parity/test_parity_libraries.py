@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autoptd.errors import InputsError
 from autoptd.verification.copies import copied
 from tests.parity.front_check import SAMPLES, WIDTH, Plain, Scored, random, wrong, x
 from tests.parity.parity_models import randomised
@@ -52,6 +55,41 @@ class Scales(Plain):
 
 def test_a_tuple_of_one_constant() -> None:
     assert wrong(randomised(Scales()), x(), lambda out: out.square().mean()) == []
+
+
+class Moved(Plain):
+    """A model that moves layers to where its input is, and others to the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.to("cpu", x.dtype)
+        hidden = self.middle.to(x)(torch.tanh(self.first.to(x.device)(x)))
+        return self.last(torch.tanh(hidden)).square().mean()
+
+
+def test_layers_moved_in_forward() -> None:
+    assert wrong(randomised(Moved()), x()) == []
+
+
+class Aligned(Scored):
+    """A model with a sparse buffer, which the timing of words reads and training does not, as Whisper has."""
+
+    def __init__(self, read: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.read = read
+        self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if self.read is None else self.read(self.heads))
+
+
+def test_a_sparse_buffer_that_forward_does_not_read() -> None:
+    assert wrong(randomised(Aligned()), x()) == []
+
+
+@pytest.mark.parametrize("read", [Tensor.to_dense, len, lambda heads: heads.is_sparse, lambda heads: heads.sum()])
+def test_a_sparse_buffer_that_forward_reads(read: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(InputsError, match="forward reads a buffer that is not a dense tensor"):
+        wrong(Aligned(read), x())
 
 
 class Bags(nn.Module):

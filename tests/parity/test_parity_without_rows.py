@@ -115,6 +115,17 @@ class Terms(Chooser):
         return loss
 
 
+class Shifted(Terms):
+    """A loss with a number that is in no state dict, as the logarithm of a density's norm is."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        self.register_buffer("norm", torch.tensor(0.5, dtype=torch.float64), persistent=False)
+
+    def forward(self, ids: Tensor, labels: Tensor, chosen: Tensor) -> Tensor:
+        return super().forward(ids, labels, chosen) + self.norm
+
+
 def batches() -> list[dict[str, Tensor]]:
     """Return batches of which some choose few experts: rows of those are in one microbatch of one rank."""
     rng = torch.Generator().manual_seed(1)
@@ -139,7 +150,11 @@ def batches() -> list[dict[str, Tensor]]:
 )
 @pytest.mark.parametrize(
     "model",
-    [*map(Chooser, (unless_empty, chosen_only, written, gated, shared, beside, routed)), Terms(written)],
+    [
+        *map(Chooser, (unless_empty, chosen_only, written, gated, shared, beside, routed)),
+        Terms(written),
+        Shifted(written),
+    ],
     ids=lambda model: f"{type(model).__name__}-{model.body.__name__}",
 )
 def test_parameters_without_rows_are_not_updated(model: Chooser, fix: dict[str, Any]) -> None:
