@@ -73,11 +73,11 @@ def follow_move(node: fx.Node, states: Sequence[State]) -> State:
         return NotImplemented
     call = op_call(node)
     if base in _READS:
-        return _read(node, Move(call, states, dict(_indices(node, call))))
-    return _write(node, Move(call, states, dict(_indices(node, call)), _source(node, call)))
+        return _read(node, Move(call, states, dict(_indices(call))))
+    return _write(node, Move(call, states, dict(_indices(call)), _source(call)))
 
 
-def _indices(node: fx.Node, call: OpCall) -> Iterator[tuple[int, int]]:
+def _indices(call: OpCall) -> Iterator[tuple[int, int]]:
     """Yield (dim, operand) of every index."""
     base = target_name(call.target)
     if base == "embedding":
@@ -94,9 +94,9 @@ def _indices(node: fx.Node, call: OpCall) -> Iterator[tuple[int, int]]:
         yield call.arg(1, "dim") % max(call.operands[0].ndim, 1), 1
 
 
-def _source(node: fx.Node, call: OpCall) -> int | None:
+def _source(call: OpCall) -> int | None:
     last = len(call.operands) - 1
-    return last if last > len(dict(_indices(node, call))) else None
+    return last if last > len(dict(_indices(call))) else None
 
 
 def _read(node: fx.Node, move: Move) -> State:
