@@ -101,8 +101,7 @@ def _source(call: OpCall) -> int | None:
 
 def _read(node: fx.Node, move: Move) -> State:
     """Return the rows read from the first operand, in the order of the index; NotImplemented if no rows are moved."""
-    table, rows = move.states[0], [i for i in move.indices.values() if isinstance(move.states[i], Rows)]
-    unproved = Across(node, _UNPROVED, FIX)
+    table, unproved = move.states[0], Across(node, _UNPROVED, FIX)
     if isinstance(table, Rows):
         if table.place.dim not in move.indices:
             return NotImplemented
@@ -110,17 +109,13 @@ def _read(node: fx.Node, move: Move) -> State:
         if own is None or own.points is None or not own.points.at(table.place, table.order):
             return unproved
         first = move.indices[table.place.dim]
-        others = [i for i in rows if i != first]
+        others = [i for i in move.indices.values() if i != first and isinstance(move.states[i], Rows)]
         if any(_points(move.states[i]) or not move.beside(first, i) for i in others):
             return unproved
         found = placed(move.call, {first: own})
         return unproved if found is None else replace(found, points=_through(table.points, own.points))
     if table is FILLED:
         return FILLED if counts_samples(move.call.outputs[0]) else None
-    if not rows or any(_points(move.states[i]) for i in rows):
-        return NotImplemented
-    if any(not move.beside(rows[0], i) for i in rows):
-        return replace(unproved, pairs=True)
     return NotImplemented
 
 
