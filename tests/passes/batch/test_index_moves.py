@@ -239,6 +239,7 @@ RIGHT: dict[str, Body] = {
     "last token": last_tokens,
     "numbers of flat rows": flat_numbers,
     "masked": masked,
+    "added under a mask": lambda m, x, ids, labels: x.index_put((ids > 6,), m.mask_token, accumulate=True),
     "written at its own": written_at_own,
     "scattered gates": scattered_gates,
     "columns written": columns_written,
@@ -442,6 +443,10 @@ WRONG: dict[str, tuple[str, Body]] = {
         lambda m, x, ids, y: (
             x + x[torch.zeros(2 * len(x), dtype=int).index_put((2 * (i := torch.arange(len(x))),), i)][: len(x)]
         ),
+    ),
+    "added to sorted rows under a mask": (
+        "index_put works",
+        lambda m, x, ids, y: x + x[x[:, 0, 0].argsort()].index_put((ids > 6,), m.mask_token, accumulate=True),
     ),
     "table at two orders": (
         "index pairs",
