@@ -22,9 +22,7 @@ _MOST_DEVICES = 2**18  # larger worlds take more than seconds: groups are enumer
 _MOST_SAMPLES = 2**40  # larger batches take more than seconds to factorise
 
 
-def optimizer_name(
-    optimizer: Optimizer, options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = ()
-) -> str:
+def optimizer_name(optimizer: Optimizer, options: Mapping[str, Any] | None = None) -> str:
     """Return the optimizer's name; of a callable `custom`, or `custom-whole` if it updates whole parameters.
 
     Raises PlanError if it cannot be constructed with these options, or cannot work on several ranks.
@@ -38,7 +36,7 @@ def optimizer_name(
         fix = nearest(optimizer, NAMED) + "; or a callable" if isinstance(optimizer, str) else known
         raise PlanError(f"unknown optimizer {optimizer!r}", where="optimizer", fix=fix)
     try:
-        chosen = choose(optimizer, options or {}, groups)
+        chosen = choose(optimizer, options or {})
         chosen.build({})
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, AutoptdError):

@@ -38,9 +38,7 @@ MAIN_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
 MOMENTS = {"adamw": 2, "sgd": 0, "lion": 1, "adafactor": 0, "muon": 1, "custom": 2, "custom-whole": 2}
 GRADIENTS = ("main", "compute", "both", "fused")  # as in `layout/execution.py`
 
-# c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize; a block is a multiple of it
-BLOCK_BYTES = 512
-# the same: kRoundLarge; driver allocations for requests of 10 MiB and more are a multiple of it
+# c10/cuda/CUDACachingAllocator.cpp: kRoundLarge; driver allocations of 10 MiB and more are a multiple of it
 SEGMENT_BYTES = 2 * 2**20
 # Memory reserved beyond the allocated peak, relative to what one step allocates and frees: (max reserved - max
 # allocated) ÷ (max allocated - allocated), in MB of four Megatron-LM logs: (6406 - 5670) ÷ (5670 - 3270) = 0.31,

@@ -44,7 +44,7 @@ def profile(
         write_whole(points, record.to_json())
     cluster = fit(record)
     found = rows(record, cluster)
-    write_whole(out, cluster_toml(cluster, _remarks(record, cluster, found)))
+    write_whole(out, cluster_toml(cluster, _remarks(record, found)))
     return cluster, record, found
 
 
@@ -60,7 +60,7 @@ def text(cluster: Cluster, record: ProfileRecord, found: list[ReportRow], out: P
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _remarks(record: ProfileRecord, cluster: Cluster, found: list[ReportRow]) -> tuple[str, ...]:
+def _remarks(record: ProfileRecord, found: list[ReportRow]) -> tuple[str, ...]:
     known = shipped_with(record.device)
     return (
         f"autoptd profile: {record.origin}, {record.backend}, {record.world} rank(s), {len(record.points)} points.",

@@ -176,7 +176,7 @@ def write_block(layout: BlockNames, sharding: Sharding, piece: BlockSegments) ->
         body.lines = free_early(
             layout, sharding, (replace(piece, block=""),), results, body.lines, body.assigned, returned
         )
-    size_lines, passed = size_reads(body, given, sharding)
+    size_lines, passed = size_reads(body, given)
     axes = tuple(axis for axis in AXES if _uses_axis(body.lines, axis) or any(axis in part.axes for part in parts))
     source = _source(piece, body, axes, setup, given, size_lines, passed, returned)
     received = [(given[n], n, placement_of(sharding, folded, n)) for n in piece.receives]
@@ -222,9 +222,7 @@ def _own_setup(
     return lines
 
 
-def size_reads(
-    body: Body, given: dict[fx.Node, str], sharding: Sharding, placements: dict[fx.Node, Placement] | None = None
-) -> tuple[list[str], tuple[sympy.Symbol, ...]]:
+def size_reads(body: Body, given: dict[fx.Node, str]) -> tuple[list[str], tuple[sympy.Symbol, ...]]:
     """Return lines that read the body's symbols from its arguments, and the symbols that must be passed."""
     held = {n: p for (n, p), text in body.held.items() if given.get(n) == text}
     lines, passed = [], []

@@ -47,18 +47,17 @@ def is_name(text: str) -> bool:
     return usual and not keyword.iskeyword(text) and not text.startswith("__")
 
 
-def checked_name(text: str, what: str, where: str = "") -> str:
+def checked_name(text: str, what: str) -> str:
     """Return a name that is fixed by the model. Raises TraceError, which calls it `what`, if Python cannot use it."""
     if not is_name(text):
-        raise TraceError(f"{what} is called {text!r}, which is not a Python name", where=where, fix="rename it")
+        raise TraceError(f"{what} is called {text!r}, which is not a Python name", fix="rename it")
     return text
 
 
-def dotted_name(text: str, what: str, where: str = "") -> str:
+def dotted_name(text: str, what: str) -> str:
     """Return a name with dots, whose parts are checked. Raises TraceError."""
-    for part in text.split("."):
-        if not is_name(part):
-            checked_name(text, what, where)
+    if not all(map(is_name, text.split("."))):
+        checked_name(text, what)
     return text
 
 

@@ -146,7 +146,7 @@ def _to_plan(source: TracedModel, task: Task, answer: Answer, notes: tuple[str, 
         strategies=strategies,
         boundaries={k: tuple(v) for k, v in boundaries.items()},
         collectives={kind: Collectives(**data) for kind, data in collectives(folded, sharding).items()},
-        predicted=_predicted(source, task, staged, answer),
+        predicted=_predicted(source, task, staged),
         others=tuple(map(_other, answer.runners_up)),
         notes=notes,
     )
@@ -194,7 +194,7 @@ def _stage(folded: Folded, run: tuple[int, int], policies: Mapping[int, str], co
     )
 
 
-def _predicted(source: TracedModel, task: Task, staged: Staged, answer: Answer) -> Predicted:
+def _predicted(source: TracedModel, task: Task, staged: Staged) -> Predicted:
     candidate, m = staged.candidate, staged.candidate.microbatches
     ranks = [staged.route.of(staged.stages, rank) for rank in range(candidate.pp)]
     slowest = max(range(candidate.pp), key=lambda rank: sum(s.forward_s + s.backward_s for s in ranks[rank]))

@@ -26,7 +26,7 @@ import torch
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.loads import Loads
 from autoptd.layout.packing import Bucket, Slot, overlap, pack
-from autoptd.layout.placements import Split
+from autoptd.layout.placements import kind as kind_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Owners:
         for name, spec in self.layout.parameters.items():
             ranks = mesh.holders(spec.stages)
             if spec.trainable and self.pipeline_rank in ranks:
-                kind = "split" if isinstance(spec.placement, Split) else str(spec.placement)
-                buffers.setdefault((spec.dtype, kind, ranks, spec.ep > 1), {})[name] = spec
+                key = spec.dtype, kind_of(spec.placement), ranks, spec.ep > 1
+                buffers.setdefault(key, {})[name] = spec
         found: dict[str, tuple[Bucket, Slot]] = {}
         for specs in buffers.values():
             sizes = [(name, math.prod(specs[name].local_shape(mesh.tp))) for name in reversed(list(specs))]

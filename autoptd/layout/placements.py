@@ -143,7 +143,7 @@ _NOTHING = Conversion("", None, None)
 
 
 def kind(placement: Placement) -> str:
-    """Return the placement's row and column name in `CONVERSIONS`."""
+    """Return the placement's row and column name in `CONVERSIONS`: for parameters, what is done with gradients."""
     return "S" if isinstance(placement, Split) else str(placement)
 
 

@@ -19,7 +19,7 @@ from autoptd.layout.host_memory import host_state_bytes
 from autoptd.layout.layout import Layout
 from autoptd.layout.owners import Owners
 from autoptd.layout.packing import Bucket, offloaded, overlap, pack
-from autoptd.layout.placements import Placement, Split
+from autoptd.layout.placements import kind as kind_of
 
 Unit: TypeAlias = tuple[str, tuple[int, ...]]  # `TensorSpec.unit`: path of a block or "", and the stages that read it
 BUCKET_ELEMENTS = Layout.bucket_elements
@@ -34,11 +34,6 @@ def elements_of(bucket_bytes: int, gradient_bytes: int, ranks: int) -> int:
     if bucket_bytes:
         return max(1, bucket_bytes // gradient_bytes)
     return max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks)
-
-
-def buffer_class(placement: Placement) -> str:
-    """Return the class of gradients over tp that the parameters of one buffer share."""
-    return "split" if isinstance(placement, Split) else str(placement)
 
 
 @dataclass(frozen=True)
@@ -138,9 +133,9 @@ def packed(
 ) -> Packed:
     """Pack parameters, given as (buffer, local elements) in forward order.
 
-    Parameters of one buffer agree in dtype, `buffer_class` and the stages that hold them. `shards`: dp ranks that share
-    one copy. `idle`: positions of parameters that no gradient reaches. `units`: with ZeRO 2 and 3, the unit of each;
-    only parameters of one unit share a bucket. `frozen`: bytes per element of frozen parameters, by position.
+    Parameters of one buffer agree in dtype, `placements.kind` and the stages that hold them. `shards`: dp ranks that
+    share one copy. `idle`: positions of parameters that no gradient reaches. `units`: with ZeRO 2 and 3, the unit of
+    each; only parameters of one unit share a bucket. `frozen`: bytes per element of frozen parameters, by position.
     `offload`: share of the optimizer state in host memory, of buffers without parameters in `tied`, those that several
     pipeline ranks hold, by position.
     """
@@ -221,7 +216,7 @@ def _state_of(
                 idle.add(len(held))
             if len(holders) > 1:
                 tied.add(len(held))
-            held.append(((spec.dtype, buffer_class(spec.placement), holders), elements))
+            held.append(((spec.dtype, kind_of(spec.placement), holders), elements))
             units.append(spec.unit)
     given = units if layout.zero >= 2 else ()
     offload = layout.offload[pipeline_rank] if layout.offload else 0.0

@@ -213,7 +213,7 @@ class _DataflowWriter:
         for node in segment.nodes:
             if node in strategies:
                 strategy = strategies[node]
-                taken = tuple(self.convert(o, p, node) for o, p in zip(operands(node), strategy.needs, strict=True))
+                taken = tuple(self.convert(o, p) for o, p in zip(operands(node), strategy.needs, strict=True))
                 step = _step(node, taken, strategy.gives, strategy.ranks > 1)
                 self.steps.append(step)
                 if not isinstance(node.meta["info"], tuple):
@@ -222,9 +222,9 @@ class _DataflowWriter:
                 made = next(s for s in reversed(self.steps) if s.node is node.args[0])
                 self.values[node] = made.outputs[node.args[1]]  # type: ignore[index]
         for node, placement in zip(segment.sends, decided.sends, strict=True):
-            self.values[node] = self.convert(node, placement, node)
+            self.values[node] = self.convert(node, placement)
 
-    def convert(self, node: fx.Node, target: Placement, reader: fx.Node) -> Value:
+    def convert(self, node: fx.Node, target: Placement) -> Value:
         """Return the tensor in a placement; each conversion is written once per segment."""
         source = self.values[node]
         if source.placement == target:

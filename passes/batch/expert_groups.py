@@ -64,7 +64,7 @@ def counted(node: fx.Node, states: Sequence[State]) -> Tally | None:
             return _of_one_hot(node)
         case "sum_by_index" if call.outputs[0].ndim == 1:
             source, index = operands(node)
-            return _tally(index, call.outputs[0].shape[0]) if _is_made(source, "ones") else None
+            return _tally(index, call.outputs[0].shape[0]) if _is_ones(source) else None
     return None
 
 
@@ -86,10 +86,10 @@ def _tally(keys: fx.Node, bins: object, *, signed: bool = False) -> Tally | None
     return Tally(numbers, bins) if known else None  # type: ignore[arg-type]
 
 
-def _is_made(node: fx.Node, what: str) -> bool:
+def _is_ones(node: fx.Node) -> bool:
     while node.op == "call_function" and op_name(node) in _CASTS:
         node = node.all_input_nodes[0]
-    return node.op == "call_function" and op_name(node).removeprefix("new_").removesuffix("_like") == what
+    return node.op == "call_function" and op_name(node).removeprefix("new_").removesuffix("_like") == "ones"
 
 
 def _numbers(node: fx.Node) -> fx.Node:

@@ -73,11 +73,11 @@ def follow_move(node: fx.Node, states: Sequence[State]) -> State:
         return NotImplemented
     call = op_call(node)
     if base in _READS:
-        return _read(node, Move(call, states, dict(_indices(node, call))))
-    return _write(node, Move(call, states, dict(_indices(node, call)), _source(node, call)))
+        return _read(node, Move(call, states, dict(_indices(call))))
+    return _write(node, Move(call, states, dict(_indices(call)), _source(call)))
 
 
-def _indices(node: fx.Node, call: OpCall) -> Iterator[tuple[int, int]]:
+def _indices(call: OpCall) -> Iterator[tuple[int, int]]:
     """Yield (dim, operand) of every index."""
     base = target_name(call.target)
     if base == "embedding":
@@ -94,15 +94,14 @@ def _indices(node: fx.Node, call: OpCall) -> Iterator[tuple[int, int]]:
         yield call.arg(1, "dim") % max(call.operands[0].ndim, 1), 1
 
 
-def _source(node: fx.Node, call: OpCall) -> int | None:
+def _source(call: OpCall) -> int | None:
     last = len(call.operands) - 1
-    return last if last > len(dict(_indices(node, call))) else None
+    return last if last > len(dict(_indices(call))) else None
 
 
 def _read(node: fx.Node, move: Move) -> State:
     """Return the rows read from the first operand, in the order of the index; NotImplemented if no rows are moved."""
-    table, rows = move.states[0], [i for i in move.indices.values() if isinstance(move.states[i], Rows)]
-    unproved = Across(node, _UNPROVED, FIX)
+    table, unproved = move.states[0], Across(node, _UNPROVED, FIX)
     if isinstance(table, Rows):
         if table.place.dim not in move.indices:
             return NotImplemented
@@ -110,17 +109,13 @@ def _read(node: fx.Node, move: Move) -> State:
         if own is None or own.points is None or not own.points.at(table.place, table.order):
             return unproved
         first = move.indices[table.place.dim]
-        others = [i for i in rows if i != first]
+        others = [i for i in move.indices.values() if i != first and isinstance(move.states[i], Rows)]
         if any(_points(move.states[i]) or not move.beside(first, i) for i in others):
             return unproved
         found = placed(move.call, {first: own})
         return unproved if found is None else replace(found, points=_through(table.points, own.points))
     if table is FILLED:
         return FILLED if counts_samples(move.call.outputs[0]) else None
-    if not rows or any(_points(move.states[i]) for i in rows):
-        return NotImplemented
-    if any(not move.beside(rows[0], i) for i in rows):
-        return replace(unproved, pairs=True)
     return NotImplemented
 
 

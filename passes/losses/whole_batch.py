@@ -58,7 +58,7 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
         if not mixed and not picked:
             return
         end = _back_to_rows({*mixed, *picked, *descendants({*mixed, *picked})}, states, no_sums)
-        if _is_end(end, states, sources, graph, traced):
+        if _is_end(end, sources, graph):
             for node in end:
                 mark_whole(node)
             read = {o for n in end for o in operands(n) if o not in end and o not in sources.of_parameters}
@@ -114,9 +114,7 @@ def _back_to_rows(end: set[fx.Node], states: Mapping[fx.Node, States], no_sums: 
     return end
 
 
-def _is_end(
-    end: set[fx.Node], states: Mapping[fx.Node, States], sources: _Sources, graph: fx.Graph, traced: Traced
-) -> bool:
+def _is_end(end: set[fx.Node], sources: _Sources, graph: fx.Graph) -> bool:
     read = {o for n in end for o in operands(n) if o not in end}
     return (
         end.isdisjoint(ancestors(updated_values(graph).values()))

@@ -330,7 +330,7 @@ def _scalar(value: Any, loss: Callable[..., Tensor]) -> Tensor:
     if not isinstance(value, Tensor):
         if (terms := terms_of(value)) is not None:
             raise NamedTerms(tuple(terms))
-        several = _several(value, "losses")
+        several = _several(value)
         fix = f"return their sum: {several}" if several else "return the scalar tensor to minimise"
     elif getattr(loss, "reduction", None) == "none":
         fix = f"reduce it: {_name(loss)}(reduction='mean')"
@@ -356,7 +356,7 @@ def _scalar_in(out: Any) -> Tensor:
         value = None
     if not isinstance(value, Tensor) or value.ndim != 0:
         kind = f"a tensor of {value.ndim} dims" if isinstance(value, Tensor) else _described(out)
-        if several := _several(out, "losses"):
+        if several := _several(out):
             raise InputsError(
                 f"the model returns several losses, {kind}",
                 where="loss",
@@ -370,14 +370,14 @@ def _scalar_in(out: Any) -> Tensor:
     return value
 
 
-def _several(value: Any, name: str) -> str:
-    """Return the code that sums a mapping or sequence of scalar tensors called `name`; "" for any other value."""
+def _several(value: Any) -> str:
+    """Return the code that sums a mapping or sequence of scalar tensors called `losses`; "" for any other value."""
     values = list(value.values()) if isinstance(value, Mapping) else value
     if not isinstance(values, (list, tuple)) or not values:
         return ""
     if not all(isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point() for x in values):
         return ""
-    return f"sum({name}.values())" if isinstance(value, Mapping) else f"sum({name})"
+    return "sum(losses.values())" if isinstance(value, Mapping) else "sum(losses)"
 
 
 def _described(value: Any) -> str:

@@ -214,10 +214,10 @@ class Repeats:
                 raise Unknown("a result from outside")
         names = {id(vars(m)): n for n, m in base.named_modules()}
         reads = {(names[held], a): _held(base, names[held], a) for held, a in mine if held in names}
-        self._check_results(sources, call, leaves, tracer)
+        self._check_results(sources, call, leaves)
         return Capture(key, path, reads, list(made.values()), sources, spec, form, [env[n] for n in made])
 
-    def _check_results(self, sources: list[tuple[str, Any]], call: _ModuleCall, leaves: list[Any], tracer: Any) -> None:
+    def _check_results(self, sources: list[tuple[str, Any]], call: _ModuleCall, leaves: list[Any]) -> None:
         """Raise Unknown if the call returns its own parameter or buffer: a later call could not return its own one."""
         arguments = {id(x) for x in call.leaves}
         if any(what == "given" and id(leaf) not in arguments for (what, _), leaf in zip(sources, leaves, strict=True)):

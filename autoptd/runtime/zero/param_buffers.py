@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from autoptd.layout.layout import Layout, TensorSpec
 from autoptd.layout.packing import Slot
-from autoptd.layout.placements import Split
+from autoptd.layout.placements import kind as kind_of
 from autoptd.ops.group import Group, Handle, SingleRankGroup, on_device
 from autoptd.ops.stage import Stage
 from autoptd.runtime.zero.flat_buffer import Buffer, ParameterShard, Sharing
@@ -265,8 +265,7 @@ def _build(
     classes: dict[tuple[bool, torch.dtype, str, tuple[int, ...], bool], dict[str, TensorSpec]] = {}
     for name, spec in layout.parameters.items():
         if name in parameters and (spec.trainable or layout.zero == 3):
-            kind = "split" if isinstance(spec.placement, Split) else str(spec.placement)
-            ranks = layout.mesh.holders(spec.stages)
+            kind, ranks = kind_of(spec.placement), layout.mesh.holders(spec.stages)
             key = spec.trainable, parameters[name].dtype, kind, ranks, spec.ep > 1
             classes.setdefault(key, {})[name] = spec
     buffers = []

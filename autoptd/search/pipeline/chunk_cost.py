@@ -23,7 +23,8 @@ from autoptd.cost_models.memory import Memory, accumulation_bytes, model_state
 from autoptd.cost_models.op_time import memory_s
 from autoptd.layout.host_memory import host_state_bytes
 from autoptd.layout.packing import ALIGN
-from autoptd.layout.state_bytes import buffer_class, packed
+from autoptd.layout.placements import kind as kind_of
+from autoptd.layout.state_bytes import packed
 from autoptd.schedule import row_of
 from autoptd.search.constraints.options import SearchOptions
 from autoptd.search.meshes import OFFLOAD, Copies
@@ -339,7 +340,7 @@ class ChunkCosts(StepEnd):
         """Return the elements of the largest trained parameter of each buffer that a rank may have."""
         found: dict[tuple[str, torch.dtype, bool], int] = {}
         for name, count, stored, *_ in (p for mine in self._parameters for p in mine if not p[3]):
-            key = buffer_class(stored), self._dtypes[name], name in self._experts
+            key = kind_of(stored), self._dtypes[name], name in self._experts
             found[key] = max(found.get(key, 0), count)
         return found
 

@@ -15,7 +15,8 @@ from torch import fx
 
 from autoptd.cost_models.memory import Memory, alive
 from autoptd.layout.placements import B, Broadcast, Placement
-from autoptd.layout.state_bytes import Unit, buffer_class
+from autoptd.layout.placements import kind as kind_of
+from autoptd.layout.state_bytes import Unit
 from autoptd.passes.analysis.dataflow import CONVERTED, base_of, counts_tokens, stored_outside
 from autoptd.passes.blocks import owned_by_blocks
 from autoptd.passes.fold import Folded
@@ -144,7 +145,7 @@ class ChunkParameters:
         for i, mine in enumerate(self._parameters):
             for name, count, stored, frozen, _ in mine:
                 if not frozen and name not in self._tied:
-                    key = buffer_class(stored), self._dtypes[name], name in self._experts
+                    key = kind_of(stored), self._dtypes[name], name in self._experts
                     found.setdefault(key, [0] * len(self._parameters))[i] += count
         return [([0, *accumulate(each)], experts) for (*_, experts), each in found.items()]
 

@@ -153,11 +153,11 @@ class RecomputeFront:
         return seconds, nbytes, counts(np.arange(len(seconds)))
 
     def _chosen(self, counts: Sequence[Sequence[int]]) -> RecomputeChoice:
-        return _choice(self.chunks, _assigned(self.chunks, self._groups, counts), self.alive, exact=bool(self._chunks))
+        return _choice(_assigned(self.chunks, self._groups, counts), self.alive, exact=bool(self._chunks))
 
     @cached_property
     def _quickest(self) -> RecomputeChoice:
-        return _choice(self.chunks, [tuple(options[0] for options in chunk) for chunk in self.chunks], self.alive)
+        return _choice([tuple(options[0] for options in chunk) for chunk in self.chunks], self.alive)
 
     @cached_property
     def _least_kept(self) -> int:
@@ -304,7 +304,7 @@ def decreasing_memory(chunks: Sequence[Sequence[RecomputeOptions]], alive: Alive
     """Yield the fastest choice, then switch one block at a time to an option that keeps less, by bytes per second."""
     groups = _groups(chunks)
     for counts in _greedy(groups, alive):
-        yield _choice(chunks, _assigned(chunks, groups, counts), alive, exact=False)
+        yield _choice(_assigned(chunks, groups, counts), alive, exact=False)
 
 
 def _groups(chunks: Sequence[Sequence[RecomputeOptions]]) -> list[Group]:
@@ -356,7 +356,6 @@ def _assigned(
 
 
 def _choice(
-    chunks: Sequence[Sequence[RecomputeOptions]],
     chosen: Sequence[tuple[RecomputeOption, ...]],
     alive: Alive,
     *,

@@ -12,7 +12,7 @@ from torch import fx
 from autoptd.cost_models.dispatch import QUANTILE, fullest
 from autoptd.layout.host_memory import pinned_bytes
 from autoptd.layout.placements import Placement
-from autoptd.layout.state_bytes import buffer_class
+from autoptd.layout.placements import kind as kind_of
 from autoptd.passes.analysis.dataflow import CONVERTED
 from autoptd.passes.analysis.flops import CASTS, LOOKUPS, work
 from autoptd.passes.analysis.fusion import is_row_op
@@ -42,7 +42,7 @@ class Held:
     @cached_property
     def buffer(self) -> str:
         """The class of the buffer that it is in."""
-        return buffer_class(self.placement)
+        return kind_of(self.placement)
 
 
 def parameter_dtypes(folded: Folded) -> dict[str, torch.dtype]:

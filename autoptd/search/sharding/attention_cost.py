@@ -81,7 +81,7 @@ def attention_works(
     if form.ring and implementation == TORCH:  # the runtime's ring calls FlashAttention itself
         implementation = "flash"
     if kernel == "written":
-        yield from _written(form, shape, dtype, tiles, rows, share, backward)
+        yield from _written(form, shape, dtype, tiles, share, backward)
         return
     first_version = kernel == "efficient" and implementation in ("", "flash", TORCH)
     yield OpWork(
@@ -121,7 +121,7 @@ def _tiles(form: AttentionForm, shape: Shape) -> tuple[int, int, float]:
 
 
 def _written(
-    form: AttentionForm, shape: Shape, dtype: str, tiles: int, rows: int, share: float, backward: bool
+    form: AttentionForm, shape: Shape, dtype: str, tiles: int, share: float, backward: bool
 ) -> Iterator[OpWork]:
     one = passes_of(form)[backward]
     scores = shape.heads * shape.queries * shape.keys * share

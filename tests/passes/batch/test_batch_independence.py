@@ -52,6 +52,10 @@ def uniform_samples_second(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     return x + (chances.view(x.shape[1], x.shape[0], -1) * x.transpose(0, 1)).transpose(0, 1)
 
 
+def scaled_by_frequency(x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    return x + F.embedding(ids, x.new_ones(VOCAB, WIDTH), scale_grad_by_freq=True)
+
+
 MIXING: list[tuple[str, Body]] = [
     ("prod works", lambda x, ids, labels: x - x.prod(0)),
     ("softmax works", lambda x, ids, labels: x.softmax(0)),
@@ -76,6 +80,11 @@ MIXING: list[tuple[str, Body]] = [
     ("isin works", lambda x, ids, labels: x * torch.isin(x.round(), x.round() + 3)),
     ("tril works", lambda x, ids, labels: x * x[..., 0].tril()[..., None]),
     ("triu works", lambda x, ids, labels: x * torch.ones(ids.shape).triu()[..., None]),
+    ("softmax works", lambda x, ids, labels: x * (1 + x.new_zeros(ids.shape).softmax(0)[..., None])),
+    ("clamp computes with the number of samples", lambda x, ids, labels: (x, labels.clamp(max=ids.shape[0]))),
+    ("topk computes with the number of samples", lambda x, ids, labels: x + x.topk(len(x) // 2 + 1)[0].sum()),
+    ("randint computes with the number of samples", lambda x, ids, labels: x + torch.randint(0, len(x), (1,))),
+    ("embedding scales gradients by how often", scaled_by_frequency),
 ]  # fmt: skip
 
 

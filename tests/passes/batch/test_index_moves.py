@@ -239,6 +239,7 @@ RIGHT: dict[str, Body] = {
     "last token": last_tokens,
     "numbers of flat rows": flat_numbers,
     "masked": masked,
+    "added under a mask": lambda m, x, ids, labels: x.index_put((ids > 6,), m.mask_token, accumulate=True),
     "written at its own": written_at_own,
     "scattered gates": scattered_gates,
     "columns written": columns_written,
@@ -344,6 +345,22 @@ def groups_of_others(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor
     return x + (y @ m.down[0])[order.argsort()].view(x.shape)
 
 
+def groups_counted(
+    m: Model, x: Tensor, counts: Callable[[Tensor], Tensor] = lambda n: n, descending: bool = False
+) -> Tensor:
+    """Rows sorted by their key, which is counted again for the groups."""
+    flat = x.flatten(0, 1)
+    keys = m.router(flat).argmax(-1)
+    order = keys.sort(descending=descending)[1]
+    ends = counts(F.one_hot(keys, EXPERTS).sum(0)).cumsum(0).to(torch.int32)
+    return x + (in_groups(flat[order], m.up, ends) @ m.down[0])[order.argsort()].view(x.shape)
+
+
+def flat_and(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows at the numbers of first tokens, after something is added."""
+    return x + x.flatten(0, 1)[add(torch.arange(x.shape[0]) * TOKENS) % (x.shape[0] * TOKENS), None]
+
+
 def shifted_write(m: Model, x: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
     into = torch.zeros_like(x)
     into[(torch.arange(x.shape[0]) + 1).clamp(max=x.shape[0] - 1)] = x
@@ -397,6 +414,53 @@ WRONG: dict[str, tuple[str, Body]] = {
     ),
     "histogram read back": ("index_add sums", histogram_read_back),
     "groups of others": ("sum sums", groups_of_others),
+    "groups in reverse": ("sum sums", lambda m, x, ids, y: groups_counted(m, x, descending=True)),
+    "groups of rounded counts": ("sum sums", lambda m, x, ids, y: groups_counted(m, x, lambda n: n.half())),
+    "number of a later row": ("add computes", lambda m, x, ids, y: flat_and(x, lambda i: i + TOKENS)),
+    "twice as far": ("add computes", lambda m, x, ids, y: flat_and(x, lambda i: i.add(ids.argmax(1), alpha=2))),
+    "divided before it is filled": ("floor_divide", lambda m, x, ids, y: x + x[torch.arange(len(x)) * 2 // 2]),
+    "remainder before it is filled": ("remainder computes", lambda m, x, ids, y: flat_and(x, lambda i: i)),
+    "back in reverse": (
+        "add pairs",
+        lambda m, x, ids, y: x + x[(i := x[:, 0, 0].argsort())][i.argsort(descending=True)],
+    ),
+    "sorted by coarser numbers": ("add pairs", lambda m, x, ids, y: x + x[(torch.arange(len(x)) * 2).argsort()]),
+    "order of a column": ("argsort works", lambda m, x, ids, y: x + x[x[:, :, 0].argsort(0)[:, 0]]),
+    "added to other rows": (
+        "index_add works",
+        lambda m, x, ids, y: x + x[x[:, 1, 0].argsort()].index_add(0, (i := x[:, 0, 0].argsort()), x[i]),
+    ),
+    "written in batch order": (
+        "index_put works",
+        lambda m, x, ids, y: x + torch.zeros_like(x).index_put((x[:, 0, 0].argsort(),), x),
+    ),
+    "more rows than samples": (
+        "index_add works",
+        lambda m, x, ids, y: x + x.new_zeros(2 * len(x), *x.shape[1:]).index_add(0, torch.arange(len(x)), x)[: len(x)],
+    ),
+    "numbers in every second row": (
+        "index_put works",
+        lambda m, x, ids, y: (
+            x + x[torch.zeros(2 * len(x), dtype=int).index_put((2 * (i := torch.arange(len(x))),), i)][: len(x)]
+        ),
+    ),
+    "added to sorted rows under a mask": (
+        "index_put works",
+        lambda m, x, ids, y: x + x[x[:, 0, 0].argsort()].index_put((ids > 6,), m.mask_token, accumulate=True),
+    ),
+    "table at two orders": (
+        "index pairs",
+        lambda m, x, ids, y: x + m.router.weight[(k := ids[:, 0] % 4)[x[:, 0, 0].argsort()], k][:, None, None],
+    ),
+    "table at pairs": (
+        "index pairs",
+        lambda m, x, ids, y: x + m.router.weight[(k := ids[:, 0] % 4)[:, None], k].sum(1)[:, None, None],
+    ),
+    "table at rows merged in two ways": (
+        "index pairs",
+        lambda m, x, ids, y: x + m.router.weight[(k := ids % 4).flatten(), k.t().flatten()].view(ids.shape)[..., None],
+    ),
+    "place as a column": ("index works", lambda m, x, ids, y: x + x[(i := torch.arange(len(x))), :, i][..., None]),
     "row of a reshaped table": (
         "select",
         lambda m, x, ids, y: x + x[:, 0].reshape(x.shape[0], 2, -1)[1].flatten(),

@@ -91,6 +91,16 @@ def test_a_function_of_sums_is_exact(name: str) -> None:
     assert compare(FUNCTIONS[name]).outer is not None
 
 
+def test_a_sum_is_rounded_as_that_of_the_batch() -> None:
+    assert compare(lambda z, y, m: z.square().mean() * (z.detach().sum() * 3).long()).outer is not None
+
+
+def test_a_bound_by_the_number_of_samples_is_refused() -> None:
+    model = model_of(lambda z, y, m: z.square().mean() * (m * 2).sum().clamp(max=z.shape[0]))
+    with pytest.raises(UnsupportedOp, match="computes with the number of samples"):
+        raise loss_form(normalised(model, ragged()).graph).refused[0]
+
+
 class Uncertain(Model):
     """Terms weighted by learned numbers (Kendall et al. 2018)."""
 
