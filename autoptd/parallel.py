@@ -28,6 +28,7 @@ from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.analysis.pictures import pixels_of
 from autoptd.passes.custom_grad.ops import described
 from autoptd.passes.objectives.metrics import Metrics
+from autoptd.passes.objectives.terms import buffers_of
 from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import check_same_arguments, check_same_program
@@ -257,7 +258,7 @@ class Parallel(Evaluating, Saving):
         ):
             self._loss = trainer.train_step(batch)
             bank, names = self._source.objective.bank, self._source.objective.terms
-            self._terms = {name: trainer.whole(f"{bank}.{name}") for name in names}
+            self._terms = {name: trainer.whole(f"{bank}.{held}") for name, held in buffers_of(names).items()}
         self._meter.count()
         trainer.changing = False
         return self._loss
