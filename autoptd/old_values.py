@@ -48,6 +48,7 @@ _OTHERS = (
 
 
 _TRAINED_BY = WeakIdKeyDictionary()  # parameter -> a weak reference to the OldValues that has it
+_STEPPED_BY = WeakIdKeyDictionary()  # the same, of the program whose step was the last
 
 
 class OldValues:
@@ -55,16 +56,25 @@ class OldValues:
 
     def __init__(self, modules: Sequence[nn.Module], trained: Sequence[Tensor], is_behind: Callable[[], bool]) -> None:
         self._held, self.is_behind = [vars(module) for module in modules], is_behind
+        self._trained = trained
         _TRAINED_BY.update({p: ref(self) for p in trained})
         self._said: set[tuple[int, int]] = set()  # lines that were warned of since the last step
 
     def watch(self) -> None:
-        """Warn of whoever reads the tensors from now on, while they are behind."""
+        """Warn of whoever reads the tensors from now on, while they are behind: the program steps."""
         _refuse_steps_of_old_values()
+        _STEPPED_BY.update({p: ref(self) for p in self._trained})
         self._said = set()
         for held, kind in self._dicts():
             if not isinstance(held[kind], _Tensors) or self not in held[kind].of:
                 held[kind] = _Tensors(held[kind], self)
+
+    def overtaken(self) -> tuple[Tensor | None, bool]:
+        """Return a parameter that another program has trained since this one's last step, and if both have the same."""
+        found = [(p, _STEPPED_BY[p]()) for p in self._trained if p in _STEPPED_BY]
+        behind = {old for _, old in found if old is not None and old is not self and old.is_behind()}
+        p, other = next(((p, old) for p, old in found if old in behind), (None, None))
+        return p, other is not None and {*map(id, other._trained)} == {*map(id, self._trained)}
 
     def leave(self) -> None:
         """Let the modules have plain dicts again: their tensors have other values now."""
@@ -168,6 +178,14 @@ def _refuse_old_values(optimizer: Optimizer, args: object, kwargs: object) -> No
             fix="leave it out: give parallelize optimizer=, optimizer_options= and parameter_groups=, and "
             "schedulers par.optimizer",
         )
+
+
+def level_outside() -> int:
+    """Return the `stacklevel` of a warning by the caller that points to the line outside of the package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _package(frame) in _PASSED_ON | {"autoptd"}:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _package(frame: FrameType) -> str:

@@ -92,6 +92,7 @@ class Parallel(Evaluating, Saving):
         if backend:
             check_backend(backend, plan.schedule.kind)
         self._trainer: Trainer | None = None
+        self._has_stepped = False  # since it started
         self._loss: Tensor | None = None  # the last step's
         self._terms: dict[str, Tensor] = {}  # of it, float64
         self._samplers: WeakSet[ShareSampler] = WeakSet()
@@ -201,7 +202,7 @@ class Parallel(Evaluating, Saving):
             check_backend(backend, self.plan.schedule.kind, communicators.device)
             for stage in stages:
                 compile_stage(stage, backend)
-        self._evaluators = {}
+        self._evaluators, self._has_stepped = {}, False
         self._resident = resident_bytes()
         self._trainer = Trainer(
             stages,
@@ -219,7 +220,8 @@ class Parallel(Evaluating, Saving):
 
     def _check(self) -> None:
         """Raise InputsError if the model has changed, or the optimizer has hooks or further groups."""
-        self._planned.check_step()
+        first, self._has_stepped = not self._has_stepped, True
+        self._planned.check_step(first=first, step=self.step)
         if self._trainer is not None:
             self._trainer.update.check()
 

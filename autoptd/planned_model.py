@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake  # private; seen in 2.13.0
 
 from autoptd.errors import InputsError
-from autoptd.old_values import OldValues, old_values_of
+from autoptd.old_values import OldValues, level_outside, old_values_of
 from autoptd.passes.kept.copies import one_at_a_time
 from autoptd.planned_reads import (
     ReadValue,
@@ -39,6 +39,12 @@ _OUTSIDE = (
     "the program keeps the values that it was planned with; pass what changes as an input or a target of each batch, "
     "such as a teacher's outputs; average parameters in buffers that forward updates; or call parallelize again"
 )
+_TWICE = (
+    "each program has values of its own: train one module that has both models and adds their losses, where a number "
+    "of each batch may turn one off; or give each a copy, copy.deepcopy(model), if they are to be independent"
+)
+_BEGINS_AGAIN = "the model has the values that its training began with, from which this one begins again"
+_LOAD_FIRST = "call model.load_state_dict(par.state_dict()) first"
 Slot = tuple[str, Callable[[], Tensor | None]]  # the name of a tensor, and what reads it
 _AGAIN = "change the model before parallelize, or call parallelize again"
 
@@ -87,22 +93,36 @@ class PlannedModel:
         self._ahead = 0  # how often the values were noted when the last step was taken
         self._is_trial = False
         changing = [p for _, p in trained if p.requires_grad]
-        if any(old.is_behind() for old in {old for old in map(old_values_of, changing) if old is not None}):
-            text = "the model has the values that its training began with, from which this one begins again"
-            warnings.warn(f"{text}: to go on, call model.load_state_dict(par.state_dict()) first", stacklevel=7)
+        before = {old for old in map(old_values_of, changing) if old is not None}
+        self._begins_again = any(old.is_behind() for old in before)
+        if self._begins_again:
+            warnings.warn(f"{_BEGINS_AGAIN}: to go on, {_LOAD_FIRST}", stacklevel=level_outside())
         self._old = OldValues([module for _, module in found], changing, self._are_behind)
 
     def gave(self, state: Mapping[str, Tensor]) -> None:
         """Note trained tensors that were given to the user, who may load them into the model to evaluate it."""
         self._given = self._values.as_given(state)
 
-    def check_step(self) -> None:
-        """Check the model before a step, after which its own tensors are no longer those that are trained."""
+    def check_step(self, *, first: bool, step: int) -> None:
+        """Check the model before a step, after which its own tensors are no longer those that are trained.
+
+        `first`: it is the first one of a program that started at a step, 0 if it has loaded nothing.
+        """
         with one_at_a_time:
             self._check(modes=True)
-            if not self._is_trial:
-                self._ahead = self._values.times
-                self._old.watch()
+            if self._is_trial:
+                return
+            p, is_twin = self._old.overtaken()
+            if p is not None and not first:
+                name = next(name for name, q, *_ in self._trained if q is p)
+                if not is_twin:
+                    raise _other(name, "was trained by another program, and has other values there than", _TWICE)
+                text = f"another program of this model has trained {name} since this one did"
+                warnings.warn(f"{text}: each has values of its own", stacklevel=level_outside())
+            if p is not None and step == 0 and first and not self._begins_again:
+                warnings.warn(f"{_BEGINS_AGAIN}: to go on, {_LOAD_FIRST}", stacklevel=level_outside())
+            self._ahead = self._values.times
+            self._old.watch()
 
     def only_tries(self) -> None:
         """Say that the trained values are thrown away, as those of a verification: the model is not behind them."""

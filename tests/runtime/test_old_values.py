@@ -137,3 +137,59 @@ def test_an_optimizer_of_the_models_own_tensors_steps_nothing_unnoticed() -> Non
     optimizer.step()
     with pytest.raises(InputsError, match="has other values than when"):
         parallel.train_step(BATCH)
+
+
+class Headed(nn.Module):
+    """A model with a layer that others may have too."""
+
+    def __init__(self, body: nn.Linear) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh()).square().mean()
+
+
+def two() -> tuple[Parallel, Parallel]:
+    torch.manual_seed(0)
+    body = nn.Linear(4, 4)
+    made = [
+        autoptd.parallelize(model, world=1, batch=4, inputs=BATCH, precision="fp32")
+        for model in (Headed(body), Headed(body))
+    ]
+    return made[0], made[1]
+
+
+@pytest.mark.fault("a changed model")
+def test_a_layer_that_two_programs_train_by_turns_is_refused() -> None:
+    first, second = two()
+    first.train_step(BATCH)
+    assert [text[:48] for text in said(lambda: second.train_step(BATCH))] == [
+        "the model has the values that its training began"
+    ]
+    with pytest.raises(InputsError, match=r"body\.weight was trained by another program") as caught:
+        first.train_step(BATCH)
+    assert "train one module that has both models" in str(caught.value)
+    second.train_step(BATCH)
+
+
+def test_programs_of_copies_are_trained_by_turns() -> None:
+    torch.manual_seed(0)
+    body = nn.Linear(4, 4)
+    models = (Headed(body), Headed(copy.deepcopy(body)))
+    made = [autoptd.parallelize(model, world=1, batch=4, inputs=BATCH, precision="fp32") for model in models]
+    assert not said(lambda: [each.train_step(BATCH) for each in made * 2])
+
+
+@pytest.mark.fault("a changed model")
+def test_two_programs_of_one_model_are_not_trained_by_turns_unnoticed() -> None:
+    model = Headed(nn.Linear(4, 4))
+    first, second = (
+        autoptd.parallelize(model, world=1, batch=4, inputs=BATCH, precision="fp32", loss=loss)
+        for loss in (torch.neg, torch.abs)
+    )
+    first.train_step(BATCH)
+    second.train_step(BATCH)
+    text = "another program of this model has trained body.weight since this one did: each has values of its own"
+    assert said(lambda: first.train_step(BATCH)) == [text] == said(lambda: second.train_step(BATCH))
+    assert not said(lambda: second.train_step(BATCH))
