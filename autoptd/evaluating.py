@@ -116,8 +116,12 @@ class Evaluating(RunningRank):
         return EvaluationSampler(samples, batch or self.plan.batch, self.dp_rank, self.dp_size)
 
     def _check_evaluates(self) -> Conditions:
-        self._planned.check(modes=False)
+        self._check_model()
         return check_evaluates(self._source)
+
+    def _check_model(self) -> None:
+        """Raise InputsError if the model has changed, but for its modes: an evaluation has its own."""
+        self._planned.check(modes=False)
 
     def _values(self, batches: Iterable[Mapping[str, Any]], functions: Mapping[str, Metric]) -> dict[str, Tensor]:
         """Return the values of all samples, float64 [samples, …]."""
@@ -149,7 +153,7 @@ class Evaluating(RunningRank):
             )
         trainer, key = self._unchanging, tuple((name, _identity(f)) for name, f in functions.items())
         if key not in self._evaluators:
-            self._planned.check()
+            self._check_model()
             objective = self._source.objective
             made = self._programs.of(
                 key, lambda: make_evaluation(self._source, self.plan, Metrics.of(objective, functions))
@@ -176,7 +180,7 @@ class Evaluating(RunningRank):
             return {**values_for(model, rest, self._seed, named_values(made.source)), **stored}
 
         shared = frozenset(made.source.folded.traced.buffers.values())
-        return Evaluator(stages, layout, trainer, made.metrics.width, values, shared, self._planned.check)
+        return Evaluator(stages, layout, trainer, made.metrics.width, values, shared, self._check_model)
 
 
 @dataclass(frozen=True, eq=False)

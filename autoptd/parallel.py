@@ -28,6 +28,7 @@ from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.analysis.pictures import pixels_of
 from autoptd.passes.custom_grad.ops import described
 from autoptd.passes.objectives.metrics import Metrics
+from autoptd.passes.objectives.terms import buffers_of
 from autoptd.planned_model import PlannedModel
 from autoptd.plans.model import Plan
 from autoptd.runtime.comm.handshake import check_same_arguments, check_same_program
@@ -91,6 +92,7 @@ class Parallel(Evaluating, Saving):
         if backend:
             check_backend(backend, plan.schedule.kind)
         self._trainer: Trainer | None = None
+        self._has_stepped = False  # since it started
         self._loss: Tensor | None = None  # the last step's
         self._terms: dict[str, Tensor] = {}  # of it, float64
         self._samplers: WeakSet[ShareSampler] = WeakSet()
@@ -200,7 +202,7 @@ class Parallel(Evaluating, Saving):
             check_backend(backend, self.plan.schedule.kind, communicators.device)
             for stage in stages:
                 compile_stage(stage, backend)
-        self._evaluators = {}
+        self._evaluators, self._has_stepped = {}, False
         self._resident = resident_bytes()
         self._trainer = Trainer(
             stages,
@@ -218,7 +220,8 @@ class Parallel(Evaluating, Saving):
 
     def _check(self) -> None:
         """Raise InputsError if the model has changed, or the optimizer has hooks or further groups."""
-        self._planned.check_step()
+        first, self._has_stepped = not self._has_stepped, True
+        self._planned.check_step(first=first, step=self.step)
         if self._trainer is not None:
             self._trainer.update.check()
 
@@ -257,7 +260,7 @@ class Parallel(Evaluating, Saving):
         ):
             self._loss = trainer.train_step(batch)
             bank, names = self._source.objective.bank, self._source.objective.terms
-            self._terms = {name: trainer.whole(f"{bank}.{name}") for name in names}
+            self._terms = {name: trainer.whole(f"{bank}.{held}") for name, held in buffers_of(names).items()}
         self._meter.count()
         trainer.changing = False
         return self._loss

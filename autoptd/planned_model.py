@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake  # private; seen in 2.13.0
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.errors import InputsError
+from autoptd.old_values import OldValues, level_outside, old_values_of
 from autoptd.passes.kept.copies import one_at_a_time
 from autoptd.planned_reads import (
     ReadValue,
@@ -41,10 +41,14 @@ _OUTSIDE = (
     "the program keeps the values that it was planned with; pass what changes as an input or a target of each batch, "
     "such as a teacher's outputs; average parameters in buffers that forward updates; or call parallelize again"
 )
+_TWICE = (
+    "each program has values of its own: train one module that has both models and adds their losses, where a number "
+    "of each batch may turn one off; or give each a copy, copy.deepcopy(model), if they are to be independent"
+)
+_BEGINS_AGAIN = "the model has the values that its training began with, from which this one begins again"
+_LOAD_FIRST = "call model.load_state_dict(par.state_dict()) first"
+Slot = tuple[str, Callable[[], Tensor | None]]  # the name of a tensor, and what reads it
 _AGAIN = "change the model before parallelize, or call parallelize again"
-
-
-_TRAINED_BY = WeakIdKeyDictionary()  # parameter -> a weak reference to the PlannedModel that has it
 
 
 class PlannedModel:
@@ -85,37 +89,50 @@ class PlannedModel:
         trained = [(name, p) for root in roots for name, p in root.named_parameters()]
         self._trained = [(name, p, p.requires_grad, _tensor_hooks(p)) for name, p in trained]
         self._values = _NotedTensors(_slots(found))
-        self._outside = _NotedTensors(_slots(others) + [(name, outside, name) for name in outside])
+        self._outside = _NotedTensors(_slots(others) + [(name, partial(outside.get, name)) for name in outside])
         self._others = [(name, p) for name, module in others for p in module.parameters(recurse=False)]
-        _TRAINED_BY.update({p: weakref.ref(self) for _, p in trained if p.requires_grad})
         self._given: Mapping[str, Tensor] = {}
-        self._ahead = False  # whether a step was taken since the values were noted
+        self._ahead = 0  # how often the values were noted when the last step was taken
         self._is_trial = False
-        for hook in [hook for _, m in found for hook in m._state_dict_pre_hooks.values()]:
-            if isinstance(hook, _SavedBehind) and hook.is_behind:
-                text = "the model has the values that its training began with, from which this one begins again"
-                warnings.warn(f"{text}: to go on, call model.load_state_dict(par.state_dict()) first", stacklevel=7)
-                break
-        model.register_state_dict_pre_hook(_SavedBehind(self))
-        model.register_forward_pre_hook(_CalledBehind(self))
+        changing = [p for _, p in trained if p.requires_grad]
+        before = {old for old in map(old_values_of, changing) if old is not None}
+        self._begins_again = any(old.is_behind() for old in before)
+        if self._begins_again:
+            warnings.warn(f"{_BEGINS_AGAIN}: to go on, {_LOAD_FIRST}", stacklevel=level_outside())
+        self._old = OldValues([module for _, module in found], changing, self._are_behind)
 
     def gave(self, state: Mapping[str, Tensor]) -> None:
         """Note trained tensors that were given to the user, who may load them into the model to evaluate it."""
         self._given = self._values.as_given(state)
 
-    def check_step(self) -> None:
-        """Check the model before a step, after which its own tensors are no longer those that are trained."""
-        self.check()
-        self._ahead = True
+    def check_step(self, *, first: bool, step: int) -> None:
+        """Check the model before a step, after which its own tensors are no longer those that are trained.
+
+        `first`: it is the first one of a program that started at a step, 0 if it has loaded nothing.
+        """
+        with one_at_a_time:
+            self._check(modes=True)
+            if self._is_trial:
+                return
+            p, is_twin = self._old.overtaken()
+            if p is not None and not first:
+                name = next(name for name, q, *_ in self._trained if q is p)
+                if not is_twin:
+                    raise _other(name, "was trained by another program, and has other values there than", _TWICE)
+                text = f"another program of this model has trained {name} since this one did"
+                warnings.warn(f"{text}: each has values of its own", stacklevel=level_outside())
+            if p is not None and step == 0 and first and not self._begins_again:
+                warnings.warn(f"{_BEGINS_AGAIN}: to go on, {_LOAD_FIRST}", stacklevel=level_outside())
+            self._ahead = self._values.times
+            self._old.watch()
 
     def only_tries(self) -> None:
         """Say that the trained values are thrown away, as those of a verification: the model is not behind them."""
         self._is_trial = True
 
-    @property
-    def is_behind(self) -> bool:
-        """True if steps were taken since the user wrote to the model's tensors last."""
-        return self._ahead and not self._is_trial and self._values.are_as_noted
+    def _are_behind(self) -> bool:
+        """Return whether steps were taken since the user wrote to the model's tensors last."""
+        return self._ahead == self._values.times and self._values.are_as_noted
 
     def check(self, *, modes: bool = True) -> None:
         """Raise InputsError naming the first thing that has changed; `modes`: be it train or eval mode."""
@@ -148,8 +165,8 @@ class PlannedModel:
             raise _other(name, "has other values than", _VALUES)
         if name := self._outside.changed({}):
             raise _other(name, "has other values than", _OUTSIDE)
-        for name, by in [(name, _TRAINED_BY[p]()) for name, p in self._others if p in _TRAINED_BY]:
-            if by is not None and by is not self and by.is_behind:
+        for name, by in [(name, old_values_of(p)) for name, p in self._others]:
+            if by is not None and by is not self._old and by.is_behind():
                 raise _other(name, "is trained by another program, and has other values than", _OUTSIDE)
 
 
@@ -191,77 +208,43 @@ def _contents(x: Tensor) -> tuple[torch.Size, torch.dtype, bytes]:
     return x.shape, x.dtype, bytes(sampled_bytes(x).tolist())
 
 
-def _slots(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Mapping[str, Any], str]]:
-    """Return the places of modules' parameters and buffers that have values: (name, holder, key)."""
-    slots = [(n, d) for n, m in modules for d in (m._parameters, m._buffers)]
-    held = [(f"{n}.{k}".lstrip("."), d, k) for n, d in slots for k, x in d.items() if x is not None]
-    return [slot for slot in held if not slot[1][slot[2]].is_meta]  # type: ignore[union-attr]
+def _slots(modules: Sequence[tuple[str, nn.Module]]) -> list[Slot]:
+    """Return the places of modules' parameters and buffers that have values."""
+    held = [
+        (f"{name}.{key}".lstrip("."), partial(_tensor_at, vars(module), kind, key))
+        for name, module in modules
+        for kind in ("_parameters", "_buffers")
+        for key in vars(module)[kind]
+    ]
+    return [(name, read) for name, read in held if (x := read()) is not None and not x.is_meta]
 
 
-class _Behind:
-    """A hook that warns whoever uses a model that was planned, while its trained values are elsewhere.
-
-    Copies of the model, also through a file, are models of their own: they do not warn."""
-
-    def __init__(self, planned: PlannedModel | None = None) -> None:
-        self._planned = planned
-
-    @property
-    def is_behind(self) -> bool:
-        """True if the model is one that was planned, and its trained values are elsewhere."""
-        return self._planned is not None and self._planned.is_behind
-
-    def __reduce__(self) -> tuple[type[_Behind], tuple[()]]:
-        return type(self), ()
-
-
-class _SavedBehind(_Behind):
-    """Warns whoever asks for the model's `state_dict`, as to save it, and whoever pickles the model."""
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.is_behind and not keep_vars:
-            text = "this state_dict has the values that training began with, and par.state_dict() has those of now"
-            warnings.warn(f"{text}: save that, or load it into the model first", stacklevel=3)
-
-    def __deepcopy__(self, memo: object) -> _SavedBehind:
-        return _SavedBehind()
-
-    def __reduce__(self) -> tuple[type[_Behind], tuple[()]]:
-        if self.is_behind:
-            text = "the model is saved with the values that training began with: for those of now, call "
-            warnings.warn(f"{text}model.load_state_dict(par.state_dict()) first", stacklevel=4)
-        return super().__reduce__()
-
-
-class _CalledBehind(_Behind):
-    """Warns whoever calls the model, as to evaluate it."""
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        if self.is_behind:
-            text = "the model is called with the values that training began with: for those of now, call "
-            warnings.warn(f"{text}par.eval_step, or model.load_state_dict(par.state_dict()) first", stacklevel=5)
+def _tensor_at(attributes: Mapping[str, Any], kind: str, key: str) -> Tensor | None:
+    found: Tensor | None = attributes[kind].get(key)
+    return found
 
 
 class _NotedTensors:
-    """The values of some tensors, such as a model's parameters and buffers, at places of (name, holder, key)."""
+    """The values of some tensors, such as a model's parameters and buffers."""
 
-    def __init__(self, slots: Sequence[tuple[str, Mapping[str, Any], str]]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots, self.times = slots, 0  # how often the values were noted
         self._note()
 
     def _note(self) -> None:
+        self.times += 1
         self._noted = [TensorValue(x) for x in self._tensors()]
         self._states = [_state(x) for x in self._tensors()]
         self._bytes = [sampled_bytes(x) for x in self._tensors()]  # views, which change with the tensors
         self._joined = torch.cat([torch.empty(0, dtype=torch.uint8), *self._bytes])
 
     def _tensors(self) -> list[Any]:
-        return [holder.get(key) for _, holder, key in self._slots]
+        return [read() for _, read in self._slots]
 
     def as_given(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return some bytes of each tensor of a state, in the types that the model has."""
         pairs = zip(self._slots, self._tensors(), strict=True)
-        known = [(name, x) for (name, _, _), x in pairs if x is not None and name in state and x.numel()]
+        known = [(name, x) for (name, _), x in pairs if x is not None and name in state and x.numel()]
         return {name: some_bytes(state[name].to(x.dtype).contiguous()).cpu().clone() for name, x in known}
 
     @property
@@ -279,7 +262,7 @@ class _NotedTensors:
             now = torch.cat([torch.empty(0, dtype=torch.uint8), *self._bytes])
             if torch.equal(now, self._joined):
                 return ""
-        for (name, _, _), noted, x in zip(self._slots, self._noted, tensors, strict=True):
+        for (name, _), noted, x in zip(self._slots, self._noted, tensors, strict=True):
             if noted.differs(x) and not (isinstance(x, Tensor) and name in given and _loaded(x, given[name])):
                 return name
         self._note()
@@ -305,12 +288,11 @@ def _structure(module: nn.Module) -> list[tuple[str, int]]:
     """Return the identities of submodules by name, and of a replaced `forward`, and the names of parameters."""
     parts = [*module._modules.items(), ("forward", vars(module).get("forward"))]
     found = [(key, id(part)) for key, part in parts if part is not None]
-    return found + [(key, 0) for key, x in module._parameters.items() if x is not None]
+    return found + [(key, 0) for key in module._parameters if module._parameters.get(key) is not None]
 
 
 def _hooks(module: nn.Module) -> list[int]:
-    found = ((key, hook) for kind in _HOOKS for key, hook in getattr(module, kind).items())
-    return [key for key, hook in found if not isinstance(hook, _Behind)]
+    return [key for kind in _HOOKS for key in getattr(module, kind)]
 
 
 def _tensor_hooks(p: Tensor) -> list[int]:

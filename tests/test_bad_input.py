@@ -223,7 +223,8 @@ def test_no_loss():
         (
             lambda out, y: cross_entropy(out, y["labels"]),
             {"label": torch.zeros(4, dtype=torch.int64)},
-            "check that it runs as loss(outputs, targets), where targets is a mapping with 'label'",
+            "check that it runs as loss(outputs, targets), where targets is a mapping with 'label'; "
+            "inputs that it reads too are given as further targets, under other names",
         ),
         (
             lambda out, *, label: cross_entropy(out.flatten(), label),

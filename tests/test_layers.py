@@ -34,7 +34,7 @@ plans.model
 runtime codegen search
 plans export
 compile checkpoint
-trace_cache planned_reads
+trace_cache planned_reads old_values
 explain out_of_memory planned_model
 running trackers
 stopping

@@ -47,7 +47,7 @@ from autoptd.passes.batch.row_numbers import SAME_VALUES, follow_numbers, follow
 from autoptd.passes.batch.rows import (
     BATCH_ORDER,
     FILLED,
-    MIXED_INPUTS,
+    FIXES,
     PAIRS,
     UNKNOWN,
     Across,
@@ -249,7 +249,7 @@ class Propagation:
             self.seen[key] = output_places(call, {i: Rows(p, Order(order.size)) for i, p in places})
         found = self.seen[key]
         if isinstance(found, str):
-            fix = MIXED_INPUTS if target_name(call.target) in ("flip", "roll") else Across.fix
+            fix = FIXES.get(target_name(call.target), Across.fix)
             return (Across(node, found, fix, pairs=found == PAIRS),) * len(call.outputs)
         # what has no rows, and is made of rows, depends on all samples: a trial need not show it of (h > 3).any()
         return tuple(Across(node, _ACROSS) if place is None else Rows(place, order) for place in found)

@@ -42,6 +42,11 @@ MIXED_INPUTS = (
     "to mix each sample with another one (mixup, CutMix), let the data loader do it: pass the mixed batch, or both "
     "samples, both labels and the share as inputs of forward"
 )
+_TOKENS_FIRST = (
+    "samples are dim 0 of each input: give what has tokens first, [tokens, samples], as [samples, tokens], and "
+    "transpose it in forward, or make layers with batch_first=True"
+)
+FIXES = {"flip": MIXED_INPUTS, "roll": MIXED_INPUTS, "scaled_dot_product_attention": _TOKENS_FIRST}  # by op
 
 
 class Fill(Enum):

@@ -42,9 +42,8 @@ _PARAMETER = {
 }
 
 
-# modules whose forward hooks set a weight, or keep tensors for the same forward pass, which returns them; and ours,
-# which warn of a call
-_PARTS_OF_FORWARD = ("torch.nn.utils.", "transformers.utils.output_capturing", "autoptd.planned_model")
+# modules whose forward hooks set a weight, or keep tensors for the same forward pass, which returns them
+_PARTS_OF_FORWARD = ("torch.nn.utils.", "transformers.utils.output_capturing")
 
 _LIBRARY = Library("autoptd_hooks", "FRAGMENT")
 _LIBRARY.define("seen(int key, Tensor given) -> Tensor")

@@ -10,7 +10,7 @@ pass over the whole batch gives, as any buffer that forward updates (`buffer_upd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autoptd.errors import InputsError
 
 LOSS = "loss"  # key of the scalar to minimise
+_OF_MODULES = frozenset(vars(nn.Module())) | {"_held"}
 
 
 class NamedTerms(InputsError):
@@ -38,9 +39,9 @@ class LossTerms(nn.Module):
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
-        self.names = names
-        for name in names:
-            self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
+        self._held = buffers_of(names)
+        for held in self._held.values():
+            self.register_buffer(held, torch.zeros((), dtype=torch.float64), persistent=False)
 
     def of(self, loss: Callable[..., Any]) -> Callable[..., Tensor]:
         """Return a loss that keeps its terms here, and returns the scalar."""
@@ -49,28 +50,45 @@ class LossTerms(nn.Module):
     def forward(self, value: Any) -> Any:
         """Keep the terms of what a loss returned, and return the scalar; or what it returned, if it has others."""
         found = terms_of(value)
-        if found is None or tuple(found) != self.names:
+        if found is None or found.keys() != self._held.keys():
             return value
         for name, term in found.items():
-            self.get_buffer(name).copy_(term.detach())
+            self.get_buffer(self._held[name]).copy_(term.detach())
         return value[LOSS]
+
+
+def buffers_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of the buffers of some terms: the terms' own, without dots and apart from a module's."""
+    found: dict[str, str] = {}
+    for name in names:
+        held = name.replace(".", "_")
+        while hasattr(LossTerms, held) or held in _OF_MODULES or held in found.values():
+            held += "_"
+        found[name] = held
+    return found
 
 
 def terms_of(value: Any) -> dict[str, Tensor] | None:
     """Return the terms beside "loss" that a loss returned; None if it returned no such mapping.
 
-    Raises InputsError for a term that is no number or has no name of a buffer.
+    Raises InputsError for a term that is no number or has no name.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get(LOSS), Tensor) or value[LOSS].ndim:
         return None
     terms = {name: x for name, x in value.items() if name != LOSS}
     for name, x in terms.items():
-        if not isinstance(x, Tensor) or x.ndim or not isinstance(name, str) or not name.isidentifier():
+        if not isinstance(name, str) or not name:
+            raise InputsError(
+                f"the loss returned {name!r} as the name of a term beside the loss",
+                where=LOSS,
+                fix="name each term by a text, such as 'entropy' or 'rewards/chosen'",
+            )
+        if not isinstance(x, Tensor) or x.ndim:
             kind = f"a tensor of {x.ndim} dims" if isinstance(x, Tensor) else type(x).__name__
             raise InputsError(
                 f"the loss returned {kind} as {name!r} beside the loss",
                 where=LOSS,
-                fix="return one number of each term, a tensor without dims, under a name like an argument's; values of "
-                "each sample are metrics, of par.evaluate",
+                fix="return one number of each term, a tensor without dims; values of each sample are metrics, of "
+                "par.evaluate",
             )
     return terms

@@ -85,11 +85,11 @@ def refuse_changes(
                 raise
             names = ", ".join(map(label, left))
             raise UnsupportedOp(
-                f"forward reads {names} of the pass before, where it leaves a tensor that depends on data or is drawn: "
-                "the program would hold that of the trace",
+                f"forward reads {names} of the pass before, where it leaves a tensor that depends on data or on "
+                "sizes, or is drawn: the program would hold that of the trace",
                 where=names,
                 fix="keep it in a buffer (register_buffer), written to by self.name.copy_(…) under no_grad; or return "
-                "it and pass it as an input",
+                "it and pass it as an input; make a table of sizes, such as a mask, anew in every pass",
             ) from error
         twice = second.changed_since(first) & changed
         if hooks.collects and (twice or not equal_programs(found, again)):

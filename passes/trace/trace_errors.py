@@ -168,7 +168,8 @@ def _outer_call(error: Exception) -> tuple[str, str] | None:
             LossArguments.INPUTS: f"loss(outputs, batch), where batch is a mapping with {batch}",
             LossArguments.TARGET: "loss(outputs, targets), where targets is the tensor that was given as targets=",
             LossArguments.KEYWORDS: f"loss(outputs, {', '.join(f'{name}=…' for name in objective.targets)})",
-            LossArguments.MAPPING: f"loss(outputs, targets), where targets is a mapping with {named}",
+            LossArguments.MAPPING: f"loss(outputs, targets), where targets is a mapping with {named}; inputs that "
+            "it reads too are given as further targets, under other names",
         }
         return "the loss", f"it runs as {given[objective.form]}"
     return None

@@ -271,6 +271,24 @@ def test_running_statistics_after_steps_and_targets() -> None:
     assert len(made._programs._found) == 1  # lambdas made anew in each step are the same metrics
 
 
+def test_modes_of_the_caller_do_not_matter() -> None:
+    """Loops of others call model.eval() before an evaluation, and model.train() after it."""
+    model = Classifier()
+    made = classifier(model=model)
+    made.train_step(given(slice(0, 8)))
+    model.load_state_dict(made.state_dict())
+    metrics = {"far": lambda out, batch: out["logits"].norm(dim=-1)}
+    for plain in (model.eval(), model.train()):
+        found = made.evaluate([given(slice(0, 23))], metrics)["far"]
+        with torch.no_grad():
+            assert abs(float(found - copy.deepcopy(plain).eval()(X)["logits"].norm(dim=-1).mean())) < 1e-12
+    model.eval()
+    made.evaluate([given(slice(0, 5))], metrics)
+    made.predict([given(slice(0, 5))], {"new": lambda out, batch: out["logits"].argmax(-1)})
+    with pytest.raises(InputsError, match="training of the model was True"):
+        made.train_step(given(slice(0, 8)))
+
+
 def test_a_changed_threshold_is_another_metric() -> None:
     par, level = classifier(), [0.0]
     above = {"above": lambda out, batch: (out["logits"] > level[0]).double().mean(-1)}

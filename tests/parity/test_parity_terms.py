@@ -183,13 +183,26 @@ def test_a_model_s_own_losses_are_named_by_a_function() -> None:
         (lambda out, y: {"loss": out.sum(), "each": out.sum(-1)}, "a tensor of 1 dims as 'each'"),
         (lambda out, y: {"loss": out.sum(), "lr": 0.1}, "float as 'lr'"),
         (lambda out, y: {"a": out.sum(), "b": out.sum()}, "sum(losses.values())"),
+        (lambda out, y: {"loss": out.sum(), 1: out.sum()}, "1 as the name of a term"),
         (lambda out, y: {"loss": out.sum(), "largest": out.max()}, "max"),
     ],
-    ids=["of each sample", "no tensor", "no loss", "no sum"],
+    ids=["of each sample", "no tensor", "no loss", "no name", "no sum"],
 )
 def test_what_is_no_term_is_refused(loss: Any, says: str) -> None:
     with pytest.raises(AutoptdError, match=re.escape(says)):
         made(loss, dp=4)
+
+
+def test_terms_have_any_names() -> None:
+    """Names as trackers group them, those of a module's attributes, and some that are alike without their dots."""
+    names = ["rewards/chosen", "loss.ce", "loss_ce", "training", "forward", "type", "_held", "class", "a term", "τ"]
+
+    def loss(out: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": out.square().mean(), **{name: out.mean() * i for i, name in enumerate(names)}}
+
+    expected = float(model()(X).mean())
+    for (losses,), _ in trained(made(loss, dp=2, pp=2), steps=1)[::3]:
+        assert losses == pytest.approx({"loss": losses["loss"], **{n: expected * i for i, n in enumerate(names)}})
 
 
 def test_terms_are_not_averaged() -> None:

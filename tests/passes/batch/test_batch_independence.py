@@ -96,6 +96,12 @@ def test_what_mixes_samples_is_refused(says: str, body: Body) -> None:
     assert "test_batch_independence.py" in error.value.where
 
 
+def test_attention_over_samples_may_be_tokens_that_come_first() -> None:
+    with pytest.raises(UnsupportedOp) as error:
+        traced(attends_over_samples)
+    assert "batch_first=True" in error.value.fix and "[samples, tokens]" in error.value.fix
+
+
 STATISTICS: list[Body] = [
     lambda x, ids, labels: x - x.mean(0, keepdim=True),
     lambda x, ids, labels: x / (1 + x.mean()),

@@ -138,6 +138,7 @@ def test_a_tensor_that_the_next_pass_reads_is_refused(kind: type[Model], name: s
     with pytest.raises(UnsupportedOp, match=f"reads {name} of the pass before") as caught:
         trace(kind(), {"x": torch.ones(2, 4)})
     assert caught.value.where == name and "register_buffer" in caught.value.fix
+    assert "a table of sizes" in caught.value.fix
 
 
 @pytest.mark.parametrize("kind", [OwnGenerator, PythonGenerator])
