@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch.utils._sympy.functions import TruncToInt
 
+from autoptd.passes.kept.python_values import is_users
 from autoptd.passes.loops.join import turns_counted
 from autoptd.passes.loops.turn_numbers import turn_enumerate, turn_range, turn_zip
 from autoptd.passes.normalise.size_functions import in_sympy
@@ -111,14 +113,15 @@ def _whole(x: SymFloat) -> Any:
 def symbolic_len(
     model: nn.Module, loss: Callable[..., Any] | None = None, sizes: bool = False, samples: int = 0
 ) -> Iterator[None]:
-    """Give the packages of the model's classes and of the loss a `len`, `isinstance` and `type`, and take them back.
+    """Give the packages of the model's classes and of the loss, and those that their files import and that compute with
+    tensors, a `len`, `isinstance` and `type`, and take them back.
 
     sizes: also `SizeInt` for `int`, `SizeFloat` for `float`. samples: of recorded loops, for which `range` and
     `enumerate` number the turns, and a `zip`. Modules with such functions of their own keep them.
     """
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     names = {cls.__module__ for cls in classes} | {getattr(loss, "__module__", None) or type(loss).__module__}
-    roots = {name.partition(".")[0] for name in names} - _LIBRARIES - sys.stdlib_module_names
+    roots = _roots(_with_imported(names)) - _LIBRARIES - sys.stdlib_module_names
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in roots]
     numbers: dict[str, Any] = {"int": SizeInt, "float": SizeFloat} if sizes else {}
     turns: dict[str, Any] = (
@@ -133,3 +136,31 @@ def symbolic_len(
     finally:
         for space, name in changed:
             del space[name]
+
+
+def _with_imported(names: Iterable[str]) -> set[str]:
+    """Return modules and those that the user's import, and so on: the user's own, and others that import torch."""
+    left, found = [*names], set[str]()
+    while left:
+        name = left.pop()
+        if name in found or name not in sys.modules:
+            continue
+        found.add(name)
+        if is_users(name):
+            left += (each for each in _imported(name) if is_users(each) or "torch" in _roots(_imported(each)))
+    return found
+
+
+def _imported(name: str) -> set[str]:
+    """Return the modules that a module has among its globals, or functions and classes of."""
+    found = set[str]()
+    for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+        if isinstance(value, ModuleType):
+            found.add(value.__name__)
+        elif isinstance(value, type | FunctionType) and isinstance(value.__module__, str):
+            found.add(value.__module__)
+    return found
+
+
+def _roots(names: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}

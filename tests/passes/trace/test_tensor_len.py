@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,3 +75,32 @@ def test_a_quotient_with_a_fraction_is_refused() -> None:
     with pytest.raises(UnsupportedOp, match="reshape pairs samples") as caught:
         normalised(Windows(2.9).double(), {"x": torch.randn(5, 6, 4, dtype=torch.float64)})
     assert "test_tensor_len.py" in caught.value.where
+
+
+HELPERS = "def share(x):\n    return x.sum() / len(x) / float(x.size(0))\n"
+
+
+class Helped(nn.Linear):
+    """A model whose helpers are in files of other packages."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.share = HERE.share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.share(super().forward(x).square())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_so_it_does_in_files_that_the_models_file_imports(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages" if installed else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / "shared_helpers.py").write_text(("import torch\n" if installed else "") + HELPERS, "utf-8")
+    monkeypatch.syspath_prepend(folder)
+    helpers = importlib.import_module("shared_helpers")
+    monkeypatch.setitem(sys.modules, "shared_helpers", helpers)
+    monkeypatch.setattr(HERE, "share", helpers.share, raising=False)
+    assert_unchanged(Helped().double(), {"x": torch.randn(6, 4, dtype=torch.float64)})
+    assert not hasattr(helpers, "len")
