@@ -15,16 +15,14 @@ from autoptd.errors import InputsError
 from autoptd.old_values import OldValues, level_outside, old_values_of
 from autoptd.passes.kept.copies import one_at_a_time
 from autoptd.planned_reads import (
+    Reader,
     ReadValue,
     TensorValue,
     functions_of,
     methods_of,
     names_in,
-    of_functions,
-    of_module,
     sampled_bytes,
     some_bytes,
-    with_called,
 )
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -184,24 +182,26 @@ def _read_by(
         tensors = [*module.parameters(), *module.buffers()]
         return not tensors or any(_contents(x) in held for x in tensors)
 
-    known, left = {id(module): (name, module) for name, module in found}, list(found)
-    read: dict[tuple[int, str], ReadValue] = {}
-    while left:
-        methods = [*methods_of(module for _, module in known.values()), *functions_of(loss)]
-        called = with_called(methods)
-        names = names_in((*methods, *called))
-        more = [each for name, module in left for each in of_module(name, module, names)]
-        more += of_functions(called, loss)
-        read |= {each.place: each for each in more}
+    known, functions = {id(module): (name, module) for name, module in found}, functions_of(loss)
+    while True:  # until there are no further modules and functions
+        methods = methods_of(module for _, module in known.values())
+        names, reader = names_in((*methods, *functions)), Reader((*methods, *functions))
+        every = [each for name, module in known.values() for each in reader.of_module(name, module, names)]
+        read = {each.place: each for each in (*every, *reader.of_functions(loss))}
         modules = [(each.name, each.value) for each in read.values() if isinstance(each.value, nn.Module)]
-        inner = [
-            (f"{name}.{n}".rstrip("."), m) for name, root in modules if traced(root) for n, m in root.named_modules()
-        ]
-        left = [(name, module) for name, module in inner if id(module) not in known]
-        known |= {id(module): (name, module) for name, module in left}
+        more = {
+            id(m): (f"{name}.{n}".rstrip("."), m)
+            for name, root in modules
+            if traced(root)
+            for n, m in root.named_modules()
+            if id(m) not in known
+        }
+        if not more and len(functions) == len(reader.functions):
+            break
+        known, functions = known | more, [*reader.functions.values()]
     others = [(name, m) for name, m in known.values() if not any(m is own for _, own in found)]
-    every = {id(m) for _, m in others}
-    return [each for each in read.values() if not isinstance(each.value, nn.Module) or id(each.value) in every], others
+    apart = {id(m) for _, m in others}
+    return [each for each in read.values() if not isinstance(each.value, nn.Module) or id(each.value) in apart], others
 
 
 def _contents(x: Tensor) -> tuple[torch.Size, torch.dtype, bytes]:

@@ -36,7 +36,6 @@ class _Absent:
 
 ABSENT = _Absent()
 _LIBRARIES = {"torch", "torchvision", "transformers", "autoptd", "numpy", *sys.stdlib_module_names} - {"__main__"}
-_CALLS = 3  # functions called by functions, counted from the loss or from forward
 _DEPTH = 4  # objects, dicts and lists in others
 _MOST = 1000  # elements of a list or dict that are looked at one by one
 _OPERATORS = frozenset(
@@ -151,15 +150,6 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def of_module(name: str, module: nn.Module, names: frozenset[str]) -> Iterator[ReadValue]:
-    """Yield the numbers and strings among a module's attributes, and what else code with these names reads of them."""
-    own, attributes = vars(module), Attributes(module)
-    simple = (key for key, x in own.items() if type(x) in KINDS and not key.startswith("_"))
-    for key in dict.fromkeys((*simple, *attributes.among(names))):
-        if key not in _MODULE_KEYS:
-            yield from _of_value(f"{name}.{key}".lstrip("."), own if key in own else attributes, key, names)
-
-
 def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
     """Return `forward` of all classes of modules but torch's, and the methods that these name, and so on."""
     classes = dict.fromkeys(type(module) for module in modules)
@@ -193,27 +183,6 @@ def functions_of(loss: object) -> list[FunctionType]:
     return _reached(_methods(owner if isinstance(owner, type) else type(owner)), frozenset((name,)))
 
 
-def with_called(functions: Iterable[FunctionType]) -> list[FunctionType]:
-    """Return functions and those that they hold or have as globals, and so on; none of libraries."""
-    found, level = dict[int, FunctionType](), list(functions)
-    for _ in range(_CALLS + 1):
-        level = [f for f in level if id(f) not in found and (f.__module__ or "").partition(".")[0] not in _LIBRARIES]
-        found |= {id(f): f for f in level}
-        held = (_value(holder, key) for f in level for _, holder, key in _places(f))
-        level = [f for f in held if isinstance(f, FunctionType)]
-    return list(found.values())
-
-
-def of_functions(functions: Iterable[FunctionType], loss: object) -> Iterator[ReadValue]:
-    """Yield the values that functions read, and those that a loss which is no function holds."""
-    for function in functions:
-        names = _names(function.__code__)
-        for name, holder, key in _places(function):
-            yield from _of_value(name, holder, key, names)
-    if callable(loss) and not isinstance(loss, nn.Module | FunctionType) and not isinstance(_owner(loss), nn.Module):
-        yield from _of_value("loss", {"loss": loss}, "loss", names_in(functions_of(loss)))
-
-
 def _owner(function: object) -> object:
     return function.__self__ if isinstance(function, MethodType) else function
 
@@ -238,70 +207,122 @@ def _is_code(value: object) -> bool:
     return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, property | functools.partial)
 
 
-def _of_value(name: str, holder: Holder, key: Any, names: frozenset[str], depth: int = _DEPTH) -> Iterator[ReadValue]:
-    """Yield a value, or the values in a list, a dict or an object that code with these names reads."""
-    value = _value(holder, key)
-    if _of_library(value) or value is ABSENT:
-        return
-    if isinstance(value, Tensor):
-        if not value.is_meta:
-            yield ReadValue(name, holder, key, TensorValue(value))
-    elif isinstance(value, nn.Module):
-        yield ReadValue(name, holder, key, value)
-    elif (held := plain(value)) is not ABSENT:
-        if held == held:
-            yield ReadValue(name, holder, key, held)
-        yield from _of_code(name, value, names, depth)
-    elif not depth:
-        return
-    elif isinstance(value, (list, tuple, deque)):
-        yield ReadValue(name, holder, key, Length.of(value))
-        for place in range(min(len(value), _MOST)):
-            yield from _of_value(f"{name}[{place}]", value, place, names, depth - 1)
-    elif isinstance(value, Mapping):
+class Reader:
+    """Finds the values that code reads, and follows the functions that it comes upon, each once, but libraries'."""
+
+    def __init__(self, functions: Iterable[FunctionType]) -> None:
+        self.functions, self._left = dict[int, FunctionType](), list[FunctionType]()
+        self._follow(functions)
+
+    def _follow(self, functions: Iterable[FunctionType]) -> None:
+        for f in functions:
+            if id(f) not in self.functions and (f.__module__ or "").partition(".")[0] not in _LIBRARIES:
+                self.functions[id(f)] = f
+                self._left.append(f)
+
+    def of_functions(self, loss: object) -> Iterator[ReadValue]:
+        """Yield the values that the functions read, and those that a loss which is no function holds."""
+        if not isinstance(loss, nn.Module | FunctionType) and not isinstance(_owner(loss), nn.Module):
+            yield from self._of_value("loss", {"loss": loss}, "loss", names_in(functions_of(loss)))
+        while self._left:
+            function = self._left.pop()
+            names = _names(function.__code__)
+            for name, holder, key in _places(function):
+                yield from self._of_value(name, holder, key, names)
+
+    def of_module(self, name: str, module: nn.Module, names: frozenset[str]) -> Iterator[ReadValue]:
+        """Yield the numbers and strings among a module's attributes, what else code with these names reads of them, and
+        what its hooks and a `forward` of its own read."""
+        own, attributes = vars(module), Attributes(module)
+        simple = (key for key, x in own.items() if type(x) in KINDS and not key.startswith("_"))
+        for key in dict.fromkeys((*simple, *attributes.among(names | {"forward"}))):
+            if key not in _MODULE_KEYS:
+                yield from self._of_value(f"{name}.{key}".lstrip("."), own if key in own else attributes, key, names)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for number in hooks:
+                yield from self._of_value(f"a hook of {name or 'the model'}", hooks, number, frozenset())
+
+    def _of_value(
+        self, name: str, holder: Holder, key: Any, names: frozenset[str], depth: int = _DEPTH
+    ) -> Iterator[ReadValue]:
+        """Yield a value, or the values in a list, a dict or an object that code with these names reads."""
+        value = _value(holder, key)
+        if _of_library(value) or value is ABSENT:
+            return
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                yield ReadValue(name, holder, key, TensorValue(value))
+        elif isinstance(value, nn.Module):
+            yield ReadValue(name, holder, key, value)
+        elif (held := plain(value)) is not ABSENT:
+            if held == held:
+                yield ReadValue(name, holder, key, held)
+            yield from self._of_code(name, value, names, depth)
+        elif not depth:
+            return
+        elif isinstance(value, (list, tuple, deque)):
+            yield ReadValue(name, holder, key, Length.of(value))
+            for place in range(min(len(value), _MOST)):
+                yield from self._of_value(f"{name}[{place}]", value, place, names, depth - 1)
+        elif isinstance(value, Mapping):
+            yield from self._of_mapping(name, holder, key, names, depth)
+        else:
+            yield from self._of_object(name, value, names, depth - 1)
+
+    def _of_mapping(
+        self, name: str, holder: Holder, key: Any, names: frozenset[str], depth: int
+    ) -> Iterator[ReadValue]:
+        """Yield the values at the keys that code names, also those that are not there yet; at all keys if it takes them
+        all, or names none."""
+        value = _value(holder, key)
+        assert isinstance(value, Mapping)
         every = not names.isdisjoint(("keys", "values", "items"))
         if every:
             yield ReadValue(name, holder, key, Length.of(value))
+        every = every or names.isdisjoint(value.keys())
         read = (x for x in list(value) if every or x in names or (type(x) in KINDS and type(x) is not str))
         for each in itertools.islice(read, _MOST):
-            yield from _of_value(f"{name}[{each!r}]", value, each, names, depth - 1)
+            yield from self._of_value(f"{name}[{each!r}]", value, each, names, depth - 1)
         if depth > _DEPTH - 2:
             yield from (ReadValue(f"{name}[{each!r}]", value, each, ABSENT) for each in sorted(names - value.keys()))
-    else:
-        yield from _of_object(name, value, names, depth - 1)
 
+    def _of_code(self, name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
+        """Yield what code holds: attributes of a class, the object of a method, arguments of a partial function."""
+        if isinstance(value, FunctionType):
+            self._follow((value,))
+        elif isinstance(value, functools.partial):
+            names |= names_in(functions_of(value))
+            for values in (value.args, value.keywords):
+                for key in range(len(values)) if isinstance(values, tuple) else values:
+                    yield from self._of_value(f"{name}'s {key}", values, key, names, depth - 1)
+            yield from self._of_code(name, value.func, names, depth)
+        elif isinstance(value, MethodType):
+            yield from self._of_code(name, value.__func__, names, depth)
+            if not isinstance(value.__self__, nn.Module):
+                yield from self._of_object(name, value.__self__, names | {value.__func__.__name__}, depth - 1)
+        elif isinstance(value, type) and not issubclass(value, enum.Enum | torch.autograd.Function):  # which run as is
+            own = vars(value)
+            self._follow(_reached(_methods(value), names) if _is_followed(value) else ())
+            for key in [k for k, x in own.items() if k in names and not k.startswith("__") and not _is_code(x)]:
+                yield from self._of_value(f"{name}.{key}", own, key, names, depth - 1)
 
-def _of_code(name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
-    """Yield what code holds: the attributes of a class, the object of a method, the arguments of a partial function."""
-    if isinstance(value, functools.partial):
-        names |= names_in(functions_of(value))
-        for values in (value.args, value.keywords):
-            for key in range(len(values)) if isinstance(values, tuple) else values:
-                yield from _of_value(f"{name}'s {key}", values, key, names, depth - 1)
-        yield from _of_code(name, value.func, names, depth)
-    elif isinstance(value, MethodType) and not isinstance(value.__self__, nn.Module):
-        yield from _of_object(name, value.__self__, names | {value.__func__.__name__}, depth - 1)
-    elif isinstance(value, type) and not issubclass(value, enum.Enum):
-        own = vars(value)
-        for key in [k for k, x in own.items() if k in names and not k.startswith("__") and not _is_code(x)]:
-            yield from _of_value(f"{name}.{key}", own, key, names, depth - 1)
-
-
-def _of_object(name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
-    """Yield the attributes of an object that code with these names reads, itself or by the object's methods; also those
-    that it does not have yet."""
-    if isinstance(value, weakref.ref):
-        yield from _of_value(f"{name}()", {"": value()}, "", names, depth)
-        return
-    if _is_followed(type(value)):
-        names |= names_in(_reached(_methods(type(value)), names | _OPERATORS))
-    attributes, own = Attributes(value), getattr(value, "__dict__", {})
-    present = attributes.among(names)
-    for key in present:
-        yield from _of_value(f"{name}.{key}", own if key in own else attributes, key, names, depth)
-    if depth > _DEPTH - 2 and (_is_followed(type(value)) or type(value).__module__ in ("types", "argparse")):
-        absent = (key for key in sorted(names.difference(present)) if not hasattr(type(value), key))
-        yield from (ReadValue(f"{name}.{key}", own, key, ABSENT) for key in absent)
+    def _of_object(self, name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
+        """Yield the attributes of an object that code with these names reads, itself or by the object's methods; also
+        those that it does not have yet."""
+        if isinstance(value, weakref.ref):
+            yield from self._of_value(f"{name}()", {"": value()}, "", names, depth)
+            return
+        if _is_followed(type(value)):
+            reached = _reached(_methods(type(value)), names | _OPERATORS)
+            self._follow(reached)
+            names |= names_in(reached)
+        attributes, own = Attributes(value), getattr(value, "__dict__", {})
+        present = attributes.among(names)
+        for key in present:
+            yield from self._of_value(f"{name}.{key}", own if key in own else attributes, key, names, depth)
+        if depth > _DEPTH - 2 and (_is_followed(type(value)) or type(value).__module__ in ("types", "argparse")):
+            absent = (key for key in sorted(names.difference(present)) if not hasattr(type(value), key))
+            yield from (ReadValue(f"{name}.{key}", own, key, ABSENT) for key in absent)
 
 
 def _places(function: FunctionType) -> Iterator[tuple[str, Holder, Any]]:

@@ -184,6 +184,68 @@ def test_what_is_not_read_may_change(make: Any, weight: Any, change: Any) -> Non
     parallel.train_step(X)
 
 
+def weighted(held: Any, x: Tensor) -> Tensor:
+    return x * held["rate"]
+
+
+Change = Callable[[nn.Linear, dict[str, float]], object]
+
+
+def instance_forward(model: nn.Linear, held: dict[str, float]) -> None:
+    forward = model.forward
+    model.forward = lambda input: forward(input) * held["rate"]  # type: ignore[method-assign]
+
+
+class Listed(nn.Linear):
+    """A model that calls what it holds in a list, or by a key that is no constant."""
+
+    key = "first"
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        for function in getattr(self, "functions", ()):
+            out = function(out)
+        table = vars(self).get("table", {"first": lambda x: x})
+        return table[self.key](out)  # type: ignore[no-any-return]
+
+
+IN_FORWARD: dict[str, Change] = {
+    "a hook": lambda m, h: m.register_forward_hook(lambda module, given, out: out * h["rate"]),
+    "a hook of a partial function": lambda m, h: m.register_forward_hook(
+        functools.partial(lambda h, module, given, out: out * h["rate"], h)
+    ),
+    "a hook before": lambda m, h: m.register_forward_pre_hook(
+        lambda module, args, given: (args, {"input": given["input"] * h["rate"]}), with_kwargs=True
+    ),
+    "a forward of its own": instance_forward,
+    "a function in a list": lambda m, h: setattr(m, "functions", [lambda x: x * h["rate"]]),
+    "a partial function": lambda m, h: setattr(m, "functions", [functools.partial(weighted, h)]),
+    "a table": lambda m, h: setattr(m, "table", {"first": lambda x: x * h["rate"]}),
+}
+
+
+@pytest.mark.fault("a changed model")
+@pytest.mark.parametrize("name", IN_FORWARD)
+def test_what_hooks_and_functions_of_the_model_read(name: str) -> None:
+    model, held = Listed(4, 4).double(), {"rate": 1.0}
+    IN_FORWARD[name](model, held)
+    parallel = made(lambda: 1.0, model)
+    parallel.train_step(X)
+    held["rate"] = 0.5
+    with pytest.raises(InputsError, match=r"of the model was 1\.0 when it was planned and is 0\.5 now"):
+        parallel.train_step(X)
+
+
+def test_another_function_in_a_table_that_is_read_by_any_key() -> None:
+    model = Listed(4, 4).double()
+    vars(model)["table"] = {"first": lambda x: x, "second": lambda x: x * 0.5}
+    parallel = made(lambda: 1.0, model)
+    parallel.train_step(X)
+    model.table["first"] = model.table["second"]
+    with pytest.raises(InputsError, match="the program would go on with"):
+        parallel.train_step(X)
+
+
 class Scaled(nn.Linear):
     scale: ClassVar[float] = 1.0
 
