@@ -26,6 +26,7 @@ from autoptd.planned_reads import (
 )
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_AT_FIRST_CALL = "transformers.utils.output_capturing"  # puts hooks on models when they are first called
 _ANNEAL = (
     "pass what changes in many steps as an input of forward, a number per sample, or count in a buffer; call "
     "parallelize again for what changes once; in eval_step the program is in evaluation mode by itself"
@@ -292,7 +293,8 @@ def _structure(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _hooks(module: nn.Module) -> list[int]:
-    return [key for kind in _HOOKS for key in getattr(module, kind)]
+    every = ((key, hook) for kind in _HOOKS for key, hook in getattr(module, kind).items())
+    return [key for key, hook in every if getattr(hook, "__module__", "") != _AT_FIRST_CALL]
 
 
 def _tensor_hooks(p: Tensor) -> list[int]:

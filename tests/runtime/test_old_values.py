@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel
@@ -109,6 +110,23 @@ def test_trained_values_that_an_evaluation_has_seen_are_not_old() -> None:
     model.load_state_dict(parallel.state_dict())
     parallel.eval_step(BATCH)
     assert not said(lambda: model.layer(BATCH["x"]))
+
+
+def test_a_model_that_gets_hooks_at_its_first_call_is_evaluated_between_steps() -> None:
+    """Models of transformers that return the scores of their router get some then."""
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    model, ids = transformers.MixtralForCausalLM(config), torch.arange(16).view(2, 8)
+    batch = {"input_ids": ids, "labels": ids}
+    par = autoptd.parallelize(model, inputs=batch, world=1, batch=2, precision="fp32")
+    par.train_step(batch)
+    model.load_state_dict(par.state_dict())
+    with torch.no_grad():
+        model(**batch)
+    assert any(layer._forward_hooks for layer in model.modules())
+    par.train_step(batch)
 
 
 def test_a_part_of_two_planned_models_warns_for_each() -> None:
