@@ -29,7 +29,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _AT_FIRST_CALL = "transformers.utils.output_capturing"  # puts hooks on models when they are first called
 _ANNEAL = (
     "pass what changes in many steps as an input of forward, a number per sample, or count in a buffer; call "
-    "parallelize again for what changes once; in eval_step the program is in evaluation mode by itself"
+    "parallelize again for what changes once; keep what forward does not read, such as a count, outside the model or "
+    "under a name that begins with _; in eval_step the program is in evaluation mode by itself"
 )
 _VALUES = (
     "the program trains tensors of its own, so load weights before parallelize, or with par.load; read them with "
