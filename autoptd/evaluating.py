@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoptd.boundary import public_methods
 from autoptd.caller_modes import without_anomalies
@@ -21,6 +22,7 @@ from autoptd.layout.size_conditions import Conditions
 from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.passes.objectives.metrics import Metric, Metrics
+from autoptd.planned_reads import Reader, TensorValue, functions_of, methods_of, names_in
 from autoptd.running import RunningRank
 from autoptd.runtime.comm.handshake import check_same_program
 from autoptd.runtime.evaluation.evaluator import Evaluator
@@ -29,7 +31,6 @@ from autoptd.runtime.initialise import values_for
 
 _EXACT = 2**53  # whole numbers below it are exact in float64
 Found = TypeVar("Found")
-_SIMPLE = (bool, int, float, str, bytes, type(None))
 
 
 class EvaluationPrograms:
@@ -196,24 +197,28 @@ class _Same:
         return id(self.held)
 
 
-def _identity(x: Any, depth: int = 3) -> Hashable:
-    """Return a key of a metric, or of what it reads: equal if a trace would be, as of a lambda made in each epoch."""
-    if isinstance(x, _SIMPLE):
-        return type(x), x
-    if inspect.ismethod(x):
-        return _identity(x.__self__, depth), _identity(x.__func__, depth)
-    if depth == 0 or inspect.ismodule(x) or inspect.isclass(x):
-        return _Same(x)
-    if inspect.isfunction(x):
-        read = inspect.getclosurevars(x)
-        values = sorted({**read.globals, **read.nonlocals}.items())
-        defaults = (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items())
-        return x.__code__, tuple((n, _identity(v, depth - 1)) for n, v in values), _identity(defaults, depth - 1)
-    if isinstance(x, Tensor):
-        return _Same(x), x._version
-    if isinstance(x, Mapping):
-        return type(x), tuple((_identity(k, depth - 1), _identity(v, depth - 1)) for k, v in x.items())
-    if isinstance(x, (tuple, list)):
-        return type(x), tuple(_identity(v, depth - 1) for v in x)
-    held = getattr(x, "__dict__", {})
-    return _Same(x), tuple((n, _identity(v, 0)) for n, v in held.items() if isinstance(v, _SIMPLE))
+def _identity(metric: Any) -> Hashable:
+    """Return a key of a metric: equal if a trace would be, as of a lambda made in each epoch."""
+    top = functions_of(metric)
+    reader = Reader(top)
+    read = [*reader.of_functions(metric)]
+    roots = [each.value for each in read if isinstance(each.value, nn.Module)]
+    modules = dict.fromkeys(m for root in (metric, *roots) if isinstance(root, nn.Module) for m in root.modules())
+    names = names_in((*reader.functions.values(), *methods_of(modules)))
+    read += (each for i, module in enumerate(modules) for each in reader.of_module(str(i), module, names))
+    read += reader.of_functions(None)
+    codes = tuple(f.__code__ for f in (*top, *reader.functions.values()))
+    own = None if isinstance(metric, FunctionType | MethodType | partial) else _Same(metric)
+    return own, codes, tuple((each.name, _noted(each.value)) for each in read)
+
+
+def _noted(value: Any) -> Hashable:
+    if isinstance(value, TensorValue):
+        return _Same(value.of), value.key
+    if isinstance(value, MethodType):
+        return _Same(value.__self__), _noted(value.__func__)
+    if isinstance(value, FunctionType):
+        return value.__code__
+    if isinstance(value, partial):  # whose arguments are read values of their own
+        return None
+    return _Same(value) if isinstance(value, nn.Module) or callable(value) else repr(value)

@@ -115,21 +115,26 @@ class TensorValue:
     """A tensor's values: its version, and some bytes if it is in host memory."""
 
     def __init__(self, x: Tensor) -> None:
-        self._of, self._version, self._bytes = x, _version(x), sampled_bytes(x).clone()
+        self.of, self._version, self._bytes = x, _version(x), sampled_bytes(x).clone()
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """Its version and the bytes, for comparison with other values of the same tensor."""
+        return self._version, bytes(self._bytes.tolist())
 
     def __repr__(self) -> str:
-        return f"a tensor of shape {list(self._of.shape)}"
+        return f"a tensor of shape {list(self.of.shape)}"
 
     def differs(self, now: object) -> bool:
         """Return whether `now` has other values. A tensor on a device is the same if it is the same object."""
-        if now is self._of and _version(self._of) != self._version:
+        if now is self.of and _version(self.of) != self._version:
             return True
         if not isinstance(now, Tensor):
             return True
         if type(now) not in (Tensor, nn.Parameter, nn.Buffer):  # left behind by a trace
             return False
         mine = sampled_bytes(now)
-        return now.shape != self._of.shape or (len(mine) == len(self._bytes) and not torch.equal(mine, self._bytes))
+        return now.shape != self.of.shape or (len(mine) == len(self._bytes) and not torch.equal(mine, self._bytes))
 
 
 def sampled_bytes(x: Tensor) -> Tensor:
@@ -195,7 +200,8 @@ def plain(value: object) -> object:
     if isinstance(value, numbers.Number):
         return value
     if type(value).__module__ == "numpy" and isinstance(tolist := getattr(value, "tolist", None), BuiltinFunctionType):
-        return tolist() if getattr(value, "size", _MOST) < _MOST else ABSENT
+        size = getattr(value, "size", 1)  # of large arrays some elements
+        return tolist() if size < _MOST else [*value.shape, value.flat[:: size // _BYTES | 1].tolist()]  # type: ignore[attr-defined]
     if isinstance(value, (list, tuple, deque)) and all(type(x) in KINDS for x in value):
         return [*value]
     if isinstance(value, (set, frozenset)) and all(type(x) in KINDS for x in value):

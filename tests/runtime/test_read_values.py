@@ -168,6 +168,24 @@ def test_a_change_is_refused(name: str) -> None:
         parallel.train_step(X)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_metric_reads_the_values_of_now(name: str) -> None:
+    make, weight, change = CASES[name]
+    held, parallel = make(), made(lambda: 1.0)
+    rate, found = weight(held), []
+
+    def evaluated() -> float:
+        metric = lambda out, batch: torch.ones_like(out[:, 0]) * rate()  # noqa: E731, one for each epoch
+        return float(parallel.evaluate([X], {"rate": metric})["rate"])
+
+    for _ in range(2):
+        found += [evaluated(), evaluated()]
+        assert found[-1] == float(rate())
+        change(held)
+    assert found[0] == found[1] and found[2] == found[3]
+    assert len(parallel._evaluators) == len({*found})
+
+
 @pytest.mark.parametrize(
     ("make", "weight", "change"),
     [
