@@ -93,7 +93,9 @@ class ReadValue:
         now = self.now()
         if isinstance(self.value, TensorValue):
             return self.value.differs(now)
-        return now is not self.value and (now if isinstance(now, Length) else plain(now)) != self.value
+        if now is self.value or self.value is ABSENT:
+            return now is not self.value
+        return (now if isinstance(now, Length) else plain(now)) != self.value
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,11 @@ CASES: dict[str, Case] = {  # what is held, the weight that the loss reads of it
     "a class": (lambda: Shared, lambda h: lambda: h.rate, lambda h: setattr(h, "rate", 0.5)),
     "a class of an object": (Shared, lambda h: lambda: h.rate, lambda h: setattr(type(h), "rate", 0.5)),
     "one that comes later": (SimpleNamespace, lambda h: lambda: getattr(h, "a", 1.0), lambda h: setattr(h, "a", 0.5)),
+    "a list that comes later": (
+        SimpleNamespace,
+        lambda h: lambda: len(getattr(h, "more", [])) + 1.0,
+        lambda h: setattr(h, "more", [object()]),
+    ),
     "a key that comes later": (dict, lambda h: lambda: h.get("rate", 1.0), lambda h: h.update(rate=0.5)),
     "an object that is held weakly": (Slots, lambda h: held_weakly(h), lambda h: setattr(h, "rate", 0.5)),
     "a partial function": (
