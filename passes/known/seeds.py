@@ -1,7 +1,8 @@
-"""Code that seeds torch's generators, or keeps their state, while a model is traced: refused.
+"""Code that seeds torch's generators, keeps their state or has its own, while a model is traced: refused.
 
     torch.manual_seed(0); noise = torch.randn(n)             the same noise in every step
     state = torch.get_rng_state(); … ; torch.set_rng_state(state)       the same mask twice
+    torch.randn(n, generator=self.generator)
 
 A program draws by sample, place and step, whatever the state of a generator is.
 """
@@ -9,7 +10,7 @@ A program draws by sample, place and step, whatever the state of a generator is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +44,17 @@ def refuse_seeds(model: nn.Module) -> Iterator[None]:
                 if callable(value) and _is_seed(value):
                     replaced.enter_context(patch.object(owner, name, _refusing(value)))
         yield
+
+
+def refuse_generators(given: Iterable[object]) -> None:
+    """Raise UnsupportedOp if a generator is among the arguments of an op that code calls."""
+    if any(isinstance(x, torch.Generator) for x in given):
+        raise UnsupportedOp(
+            "forward draws from a torch.Generator of its own: the program draws other numbers for every sample and "
+            "step, whatever its state",
+            fix="leave generator= out; draw what stays the same once, in __init__, into a buffer (register_buffer); "
+            "or draw outside the model and pass it as an input",
+        )
 
 
 def _is_seed(value: Callable[..., Any]) -> bool:

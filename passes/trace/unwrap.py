@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoptd.errors import InputsError, TraceError
 from autoptd.passes.kept.copies import shallow_copy
+from autoptd.passes.known.seeds import refuse_generators
 
 _SHOWN = 4  # places named in an error
 _DP = "pass the wrapped module, model.module: data parallelism is part of the plan"
@@ -239,7 +240,7 @@ class RegisteredTensors(TorchFunctionMode):
 
     Raises UnregisteredTensor for a trainable tensor that `model` does not register; at the end for a buffer read so if
     forward puts another tensor in its place, since code that holds the first one does not see that. Raises InputsError
-    for a read of a buffer that is not dense, for which a dense one stands here.
+    for a read of a buffer that is not dense, for which a dense one stands here; UnsupportedOp for a generator.
     """
 
     def __init__(self, model: nn.Module, originals: Originals) -> None:
@@ -266,6 +267,7 @@ class RegisteredTensors(TorchFunctionMode):
         # control flow such as torch.cond calls dynamo while it is traced, and dynamo would trace this loop too
         if not torch.compiler.is_dynamo_compiling():
             leaves, spec = pytree.tree_flatten((args, kwargs))
+            refuse_generators(leaves)
             found = [self._traced(x) if isinstance(x, Tensor) else x for x in leaves]
             if any(x is not y for x, y in zip(leaves, found, strict=True)):
                 args, kwargs = pytree.tree_unflatten(found, spec)

@@ -132,6 +132,23 @@ def test_seeds_in_forward_are_refused(seed: Callable[[], AbstractContextManager[
     assert "test_python_random.py" in caught.value.where and "register_buffer" in caught.value.fix
 
 
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand, lambda *n, **k: torch.empty(*n).bernoulli_(0.5, **k)])
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_generator_of_its_own_is_refused(draw: Callable[..., Tensor], sized: bool) -> None:
+    class Noisy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.generator = torch.Generator().manual_seed(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = draw(x.shape[0] if sized else 1, 4, generator=self.generator)
+            return super().forward(x + noise).square().mean()
+
+    with pytest.raises(UnsupportedOp, match="a torch.Generator of its own") as caught:
+        trace(Noisy(), {"x": torch.ones(2, 4)})
+    assert "test_python_random.py" in caught.value.where and "leave generator= out" in caught.value.fix
+
+
 def test_checkpoints_keep_states_of_generators() -> None:
     """State of torch's own, for what it computes again."""
 
