@@ -144,7 +144,7 @@ def test_a_generator_of_its_own_is_refused(draw: Callable[..., Tensor], sized: b
             noise = draw(x.shape[0] if sized else 1, 4, generator=self.generator)
             return super().forward(x + noise).square().mean()
 
-    with pytest.raises(UnsupportedOp, match="a torch.Generator of its own") as caught:
+    with pytest.raises(UnsupportedOp, match=r"a torch\.Generator of its own") as caught:
         trace(Noisy(), {"x": torch.ones(2, 4)})
     assert "test_python_random.py" in caught.value.where and "leave generator= out" in caught.value.fix
 
