@@ -204,7 +204,10 @@ def refuse_updates(model: nn.Module, traced: Traced, *, evaluating: bool) -> Non
     for arg in updated_values(traced.graph.graph):
         name = traced.buffers.get(arg)
         if name is None:
-            raise UnsupportedOp("the loss writes to a buffer of its own", fix="hold the buffer in the model")
+            raise UnsupportedOp(
+                "the loss writes to a buffer of its own, or a metric to one",
+                fix="hold the buffer in the model; a metric returns values of each sample, which evaluate averages",
+            )
         if other := next((n for n, x in held.items() if x is not held[name] and shares_memory(x, held[name])), ""):
             raise UnsupportedOp(
                 f"forward updates the buffer {name}, which shares its memory with {other}",
