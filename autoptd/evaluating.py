@@ -22,7 +22,8 @@ from autoptd.layout.size_conditions import Conditions
 from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
 from autoptd.passes.objectives.metrics import Metric, Metrics
-from autoptd.planned_reads import Reader, TensorValue, functions_of, methods_of, names_in
+from autoptd.planned_reads import Reader, functions_of, methods_of, names_in
+from autoptd.read_values import TensorValue
 from autoptd.running import RunningRank
 from autoptd.runtime.comm.handshake import check_same_program
 from autoptd.runtime.evaluation.evaluator import Evaluator

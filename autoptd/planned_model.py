@@ -14,16 +14,8 @@ from torch._subclasses.fake_tensor import is_fake  # private; seen in 2.13.0
 from autoptd.errors import InputsError
 from autoptd.old_values import OldValues, level_outside, old_values_of
 from autoptd.passes.kept.copies import one_at_a_time
-from autoptd.planned_reads import (
-    Reader,
-    ReadValue,
-    TensorValue,
-    functions_of,
-    methods_of,
-    names_in,
-    sampled_bytes,
-    some_bytes,
-)
+from autoptd.planned_reads import Reader, functions_of, methods_of, names_in
+from autoptd.read_values import ReadValue, TensorValue, sampled_bytes, some_bytes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _AT_FIRST_CALL = "transformers.utils.output_capturing"  # puts hooks on models when they are first called

@@ -11,150 +11,25 @@ import enum
 import functools
 import inspect
 import itertools
-import numbers
 import os
 import sys
-import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autoptd.passes.kept.python_values import is_users
+from autoptd.read_values import ABSENT, KINDS, Holder, Inside, Length, ReadValue, TensorValue, is_code, plain, value_at
 
-KINDS = (bool, int, float, str)
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = _Absent()
 _LIBRARIES = {"torch", "torchvision", "transformers", "autoptd", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _DEPTH = 4  # objects, dicts and lists in others
 _MOST = 1000  # elements of a list or dict that are looked at one by one
 _OPERATORS = frozenset(
     ("__call__", "__getitem__", "__getattr__", "__iter__", "__len__", "__float__", "__mul__", "__rmul__")
 )
-_BYTES = 64  # of a tensor that are compared: a change by `.data` has no version
-
-
-class Attributes:
-    """The attributes of an object: its own, those in slots, and those of its class."""
-
-    def __init__(self, of: object) -> None:
-        self.of = of
-
-    def get(self, key: str, default: object) -> object:
-        """Return an attribute; properties and other descriptors do not run."""
-        own = getattr(self.of, "__dict__", {})
-        if key in own:
-            return own[key]
-        found = next((vars(cls)[key] for cls in type(self.of).__mro__ if key in vars(cls)), default)
-        return getattr(self.of, key, default) if isinstance(found, MemberDescriptorType) else found
-
-    def among(self, names: frozenset[str]) -> list[str]:
-        """Return the attributes of some names, in order; those of its class only if they are data."""
-        own = getattr(self.of, "__dict__", {})
-        shared = {k: x for cls in type(self.of).__mro__ if _is_followed(cls) for k, x in vars(cls).items()}
-        data = (k for k, x in shared.items() if isinstance(x, MemberDescriptorType) or not _is_code(x))
-        return sorted(k for k in {*own, *data} & names if not k.startswith("__"))
-
-
-Holder = Mapping[Any, Any] | Sequence[Any] | CellType | Attributes
-
-
-@dataclass(frozen=True)
-class ReadValue:
-    """A value at a key of a mapping, such as the attributes of an object, in a list, or in a closure's cell."""
-
-    name: str
-    holder: Holder
-    key: Any
-    value: object  # a number, a string, a list of them, a module, a Length, or the TensorValue of a tensor
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """Identity of the place: equal for two values that are found in two ways."""
-        return id(self.holder.of if isinstance(self.holder, Attributes) else self.holder), repr(self.key)
-
-    def now(self) -> object:
-        """Return the present value, or ABSENT."""
-        now = _value(self.holder, self.key)
-        return Length.of(now) if isinstance(self.value, Length) and isinstance(now, Sized) else now
-
-    def differs(self) -> bool:
-        """Return whether the value is another one than when it was noted."""
-        now = self.now()
-        if isinstance(self.value, TensorValue):
-            return self.value.differs(now)
-        if now is self.value or self.value is ABSENT:
-            return now is not self.value
-        return (now if isinstance(now, Length) else plain(now)) != self.value
-
-
-@dataclass(frozen=True)
-class Length:
-    """The number of elements of a list or a dict."""
-
-    kind: str
-    elements: int
-
-    @classmethod
-    def of(cls, value: Sized) -> Length:
-        return cls(type(value).__name__, len(value))
-
-    def __repr__(self) -> str:
-        return f"a {self.kind} of {self.elements}"
-
-
-class TensorValue:
-    """A tensor's values: its version, and some bytes if it is in host memory."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.of, self._version, self._bytes = x, _version(x), sampled_bytes(x).clone()
-
-    @property
-    def key(self) -> tuple[int, bytes]:
-        """Its version and the bytes, for comparison with other values of the same tensor."""
-        return self._version, bytes(self._bytes.tolist())
-
-    def __repr__(self) -> str:
-        return f"a tensor of shape {list(self.of.shape)}"
-
-    def differs(self, now: object) -> bool:
-        """Return whether `now` has other values. A tensor on a device is the same if it is the same object."""
-        if now is self.of and _version(self.of) != self._version:
-            return True
-        if not isinstance(now, Tensor):
-            return True
-        if type(now) not in (Tensor, nn.Parameter, nn.Buffer):  # left behind by a trace
-            return False
-        mine = sampled_bytes(now)
-        return now.shape != self.of.shape or (len(mine) == len(self._bytes) and not torch.equal(mine, self._bytes))
-
-
-def sampled_bytes(x: Tensor) -> Tensor:
-    """Return a view of some bytes of a tensor in host memory, over all of it; of others, of none."""
-    if x.device.type != "cpu" or x.layout != torch.strided or not x.is_contiguous() or not x.numel():
-        return torch.empty(0, dtype=torch.uint8)
-    return some_bytes(x)
-
-
-def some_bytes(x: Tensor) -> Tensor:
-    """Return some bytes of a contiguous tensor, over all of it, as a view."""
-    x = x.detach()
-    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).view(torch.uint8)
-    return flat[:: len(flat) // _BYTES | 1]
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
@@ -194,32 +69,12 @@ def _owner(function: object) -> object:
     return function.__self__ if isinstance(function, MethodType) else function
 
 
-def plain(value: object) -> object:
-    """Return a copy of numbers, strings, and lists, sets and arrays of them; of what else may be compared, the value;
-    else ABSENT."""
-    if type(value) in KINDS or value is None or _is_code(value) or isinstance(value, enum.Enum):
-        return value
-    if isinstance(value, numbers.Number):
-        return value
-    if type(value).__module__ == "numpy" and isinstance(tolist := getattr(value, "tolist", None), BuiltinFunctionType):
-        size = getattr(value, "size", 1)  # of large arrays some elements
-        return tolist() if size < _MOST else [*value.shape, value.flat[:: size // _BYTES | 1].tolist()]  # type: ignore[attr-defined]
-    if isinstance(value, (list, tuple, deque)) and all(type(x) in KINDS for x in value):
-        return [*value]
-    if isinstance(value, (set, frozenset)) and all(type(x) in KINDS for x in value):
-        return frozenset(value)
-    return ABSENT
-
-
-def _is_code(value: object) -> bool:
-    return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, property | functools.partial)
-
-
 class Reader:
     """Finds the values that code reads, and follows the functions that it comes upon, each once, but libraries'."""
 
     def __init__(self, functions: Iterable[FunctionType]) -> None:
         self.functions, self._left = dict[int, FunctionType](), list[FunctionType]()
+        self._seen: dict[tuple[int, frozenset[str]], int] = {}  # objects and the names that were looked for; how deep
         self._follow(functions)
 
     def _follow(self, functions: Iterable[FunctionType]) -> None:
@@ -241,11 +96,11 @@ class Reader:
     def of_module(self, name: str, module: nn.Module, names: frozenset[str]) -> Iterator[ReadValue]:
         """Yield the numbers and strings among a module's attributes, what else code with these names reads of them, and
         what its hooks and a `forward` of its own read."""
-        own, attributes = vars(module), Attributes(module)
+        own, inside = vars(module), Inside({"": module}, "")
         simple = (key for key, x in own.items() if type(x) in KINDS and not key.startswith("_"))
-        for key in dict.fromkeys((*simple, *attributes.among(names | {"forward"}))):
+        for key in dict.fromkeys((*simple, *_attributes(module, names | {"forward"}))):
             if key not in _MODULE_KEYS:
-                yield from self._of_value(f"{name}.{key}".lstrip("."), own if key in own else attributes, key, names)
+                yield from self._of_value(f"{name}.{key}".lstrip("."), own if key in own else inside, key, names)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for number in hooks:
                 yield from self._of_value(f"a hook of {name or 'the model'}", hooks, number, frozenset())
@@ -254,7 +109,7 @@ class Reader:
         self, name: str, holder: Holder, key: Any, names: frozenset[str], depth: int = _DEPTH
     ) -> Iterator[ReadValue]:
         """Yield a value, or the values in a list, a dict or an object that code with these names reads."""
-        value = _value(holder, key)
+        value = value_at(holder, key)
         if _of_library(value) or value is ABSENT:
             return
         if isinstance(value, Tensor):
@@ -266,39 +121,38 @@ class Reader:
             if held == held:
                 yield ReadValue(name, holder, key, held)
             yield from self._of_code(name, value, names, depth)
-        elif not depth:
-            return
-        elif isinstance(value, (list, tuple, deque)):
+        elif depth:
+            yield from self._within(name, Inside(holder, key), names, depth)
+
+    def _within(self, name: str, inside: Inside, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
+        """Yield the elements of a list, the values at the keys of a dict that code names (or at all keys if it takes
+        them all or names none), the attributes of an object; also those named that are not there yet."""
+        value, holder, key = inside.first, inside.holder, inside.key
+        if isinstance(value, (list, tuple, deque)):
             yield ReadValue(name, holder, key, Length.of(value))
             for place in range(min(len(value), _MOST)):
-                yield from self._of_value(f"{name}[{place}]", value, place, names, depth - 1)
+                yield from self._of_value(f"{name}[{place}]", inside, place, names, depth - 1)
         elif isinstance(value, Mapping):
-            yield from self._of_mapping(name, holder, key, names, depth)
+            every = not names.isdisjoint(("keys", "values", "items"))
+            if every:
+                yield ReadValue(name, holder, key, Length.of(value))
+            every = every or names.isdisjoint(value.keys())
+            read = (x for x in list(value) if every or x in names or (type(x) in KINDS and type(x) is not str))
+            for each in itertools.islice(read, _MOST):
+                yield from self._of_value(f"{name}[{each!r}]", inside, each, names, depth - 1)
+            if depth > _DEPTH - 2:
+                absent = sorted(names - value.keys())
+                yield from (ReadValue(f"{name}[{each!r}]", inside, each, ABSENT) for each in absent)
+        elif isinstance(value, (Tensor, nn.Module)):  # of a weak reference
+            yield from self._of_value(f"{name}()", {"": value}, "", names, depth)
         else:
-            yield from self._of_object(name, value, names, depth - 1)
-
-    def _of_mapping(
-        self, name: str, holder: Holder, key: Any, names: frozenset[str], depth: int
-    ) -> Iterator[ReadValue]:
-        """Yield the values at the keys that code names, also those that are not there yet; at all keys if it takes them
-        all, or names none."""
-        value = _value(holder, key)
-        assert isinstance(value, Mapping)
-        every = not names.isdisjoint(("keys", "values", "items"))
-        if every:
-            yield ReadValue(name, holder, key, Length.of(value))
-        every = every or names.isdisjoint(value.keys())
-        read = (x for x in list(value) if every or x in names or (type(x) in KINDS and type(x) is not str))
-        for each in itertools.islice(read, _MOST):
-            yield from self._of_value(f"{name}[{each!r}]", value, each, names, depth - 1)
-        if depth > _DEPTH - 2:
-            yield from (ReadValue(f"{name}[{each!r}]", value, each, ABSENT) for each in sorted(names - value.keys()))
+            yield from self._of_object(name, inside, names, depth - 1)
 
     def _of_code(self, name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
         """Yield what code holds: attributes of a class, the object of a method, arguments of a partial function."""
         if isinstance(value, FunctionType):
             self._follow((value,))
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, functools.partial) and depth:
             names |= names_in(functions_of(value))
             for values in (value.args, value.keywords):
                 for key in range(len(values)) if isinstance(values, tuple) else values:
@@ -306,31 +160,40 @@ class Reader:
             yield from self._of_code(name, value.func, names, depth)
         elif isinstance(value, MethodType):
             yield from self._of_code(name, value.__func__, names, depth)
-            if not isinstance(value.__self__, nn.Module):
-                yield from self._of_object(name, value.__self__, names | {value.__func__.__name__}, depth - 1)
-        elif isinstance(value, type) and not issubclass(value, enum.Enum | torch.autograd.Function):  # which run as is
+            if depth and not isinstance(value.__self__, nn.Module):
+                inside = Inside({"": value.__self__}, "")
+                yield from self._of_object(name, inside, names | {value.__func__.__name__}, depth - 1)
+        elif (
+            isinstance(value, type) and depth and not issubclass(value, enum.Enum | torch.autograd.Function)
+        ):  # which run as is
             own = vars(value)
             self._follow(_reached(_methods(value), names) if _is_followed(value) else ())
-            for key in [k for k, x in own.items() if k in names and not k.startswith("__") and not _is_code(x)]:
+            for key in [k for k, x in own.items() if k in names and not k.startswith("__") and not is_code(x)]:
                 yield from self._of_value(f"{name}.{key}", own, key, names, depth - 1)
 
-    def _of_object(self, name: str, value: object, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
-        """Yield the attributes of an object that code with these names reads, itself or by the object's methods; also
-        those that it does not have yet."""
-        if isinstance(value, weakref.ref):
-            yield from self._of_value(f"{name}()", {"": value()}, "", names, depth)
-            return
+    def _of_object(self, name: str, inside: Inside, names: frozenset[str], depth: int) -> Iterator[ReadValue]:
+        """Yield the attributes of an object that code with these names reads, itself or by the object's methods."""
+        value = inside.first
         if _is_followed(type(value)):
             reached = _reached(_methods(type(value)), names | _OPERATORS)
             self._follow(reached)
             names |= names_in(reached)
-        attributes, own = Attributes(value), getattr(value, "__dict__", {})
-        present = attributes.among(names)
+        if self._seen.get((id(value), names), -1) >= depth:
+            return
+        self._seen[id(value), names] = depth
+        present = _attributes(value, names)
         for key in present:
-            yield from self._of_value(f"{name}.{key}", own if key in own else attributes, key, names, depth)
+            yield from self._of_value(f"{name}.{key}", inside, key, names, depth)
         if depth > _DEPTH - 2 and (_is_followed(type(value)) or type(value).__module__ in ("types", "argparse")):
             absent = (key for key in sorted(names.difference(present)) if not hasattr(type(value), key))
-            yield from (ReadValue(f"{name}.{key}", own, key, ABSENT) for key in absent)
+            yield from (ReadValue(f"{name}.{key}", inside, key, ABSENT) for key in absent)
+
+
+def _attributes(value: object, names: frozenset[str]) -> list[str]:
+    """Return an object's attributes of some names, in order; those of its class only if they are data."""
+    shared = {k: x for cls in type(value).__mro__ if _is_followed(cls) for k, x in vars(cls).items()}
+    data = (k for k, x in shared.items() if isinstance(x, MemberDescriptorType) or not is_code(x))
+    return sorted(k for k in {*getattr(value, "__dict__", {}), *data} & names if not k.startswith("__"))
 
 
 def _places(function: FunctionType) -> Iterator[tuple[str, Holder, Any]]:
@@ -382,17 +245,6 @@ def _of_library(value: object) -> bool:
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in _LIBRARIES
     return inspect.isclass(value) and value.__module__.partition(".")[0] in _LIBRARIES | {"builtins"}
-
-
-def _value(holder: Holder, key: Any) -> object:
-    if isinstance(holder, Mapping | Attributes):
-        return holder.get(key, ABSENT)
-    if not isinstance(holder, CellType):
-        return holder[key] if key < len(holder) else ABSENT
-    try:
-        return holder.cell_contents
-    except ValueError:  # not assigned yet
-        return ABSENT
 
 
 _MODULE_KEYS = frozenset(vars(nn.Module())) - {"training"}

@@ -33,7 +33,7 @@ report
 plans.model
 runtime codegen search
 plans export
-compile checkpoint
+compile checkpoint read_values
 trace_cache planned_reads old_values
 explain out_of_memory planned_model
 running trackers

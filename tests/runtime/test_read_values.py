@@ -64,6 +64,14 @@ class Slots:
         self.rate = 1.0
 
 
+class Cyclic:
+    def __init__(self) -> None:
+        self.rate, self.me, self.same, self.all = 1.0, self, self.one, [self]
+
+    def one(self) -> float:
+        return float(len(self.all))
+
+
 class Shared:
     rate: ClassVar[float] = 1.0
 
@@ -105,6 +113,17 @@ CASES: dict[str, Case] = {  # what is held, the weight that the loss reads of it
         lambda h: lambda: h.inner.rate,
         lambda h: setattr(h.inner, "rate", 0.5),
     ),
+    "another dict in its place": (
+        lambda: {"a": {"b": 1.0}},
+        lambda h: lambda: h["a"]["b"],
+        lambda h: h.update(a={"b": 0.5}),
+    ),
+    "another object in its place": (
+        lambda: Options(inner=Options()),
+        lambda h: lambda: h.inner.rate,
+        lambda h: setattr(h, "inner", Options(0.5)),
+    ),
+    "an object that holds itself": (Cyclic, lambda h: lambda: h.same() * h.me.rate, lambda h: setattr(h, "rate", 0.5)),
     "a pair in a list": (lambda: [("a", 1.0)], lambda h: lambda: h[0][1], lambda h: h.__setitem__(0, ("a", 0.5))),
     "one more of them": (lambda: [("a", 1.0)], lambda h: lambda: sum(x for _, x in h), lambda h: h.append(("b", 1.0))),
     "values of a dict": (lambda: {"a": 1.0}, lambda h: lambda: sum(h.values()), lambda h: h.update(a=0.5)),
@@ -196,6 +215,7 @@ def test_a_metric_reads_the_values_of_now(name: str) -> None:
     [
         (Schedule, lambda h: lambda: h.value(), lambda h: setattr(h, "calls", 3)),
         (Options, lambda h: lambda: h.rate, lambda h: setattr(h, "unread", 3)),
+        (lambda: {"a": Options()}, lambda h: lambda: h["a"].rate, lambda h: h.update(a=Options(unread=3))),
         (lambda: {"rate": 1.0, "step": 0}, lambda h: lambda: h["rate"], lambda h: h.update(step=1, more=2)),
     ],
 )
