@@ -373,6 +373,7 @@ class _Exporter:
 
         try:
             with (
+                one_at_a_time,  # what is patched would be given back by another thread
                 without_collector(),
                 without_shape_cache(),
                 with_loss_shapes(),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -41,12 +42,13 @@ def placed(error: AutoptdError) -> AutoptdError:
 def refuse_caught_errors() -> Iterator[None]:
     """Wrap a trace. Raises UnsupportedOp if the user's code caught an error that only a trace raises: it went on in
     another way than it does with data."""
-    raised: list[BaseException] = []
+    raised, thread = list[BaseException](), get_ident()
 
     def recording(init: Callable[..., None]) -> Callable[..., None]:
         def made(self: BaseException, *args: Any, **kwargs: Any) -> None:
             init(self, *args, **kwargs)
-            raised.append(self)
+            if get_ident() == thread:
+                raised.append(self)
 
         return made
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from random import random as fraction
@@ -130,6 +132,41 @@ def test_seeds_in_forward_are_refused(seed: Callable[[], AbstractContextManager[
     with pytest.raises(UnsupportedOp, match=f"forward calls torch.*{name}") as caught:
         trace(Projected(seed), {"x": torch.ones(2, 4)})
     assert "test_python_random.py" in caught.value.where and "register_buffer" in caught.value.fix
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return super().forward(x).square().mean()
+
+
+def test_traces_of_two_threads_refuse_seeds() -> None:
+    """What one of them patches is not given back by the other."""
+    stop, failed = threading.Event(), list[Exception]()
+
+    def others() -> None:
+        while not stop.is_set():
+            try:
+                trace(Slow(4, 4), {"x": torch.ones(2, 4)})
+            except Exception as error:  # noqa: BLE001
+                failed.append(error)
+
+    class Seeded(Slow):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.05)
+            with seeded():
+                return super().forward(x + torch.randn(4, dtype=x.dtype))
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for _ in range(6):
+            with pytest.raises(UnsupportedOp, match=r"torch\.manual_seed"):
+                trace(Seeded(4, 4), {"x": torch.ones(2, 4)})
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed
 
 
 @pytest.mark.parametrize("draw", [torch.randn, torch.rand, lambda *n, **k: torch.empty(*n).bernoulli_(0.5, **k)])
