@@ -141,7 +141,7 @@ class Slow(nn.Linear):
 
 
 def test_traces_of_two_threads_refuse_seeds() -> None:
-    """What one of them patches is not given back by the other."""
+    """Neither gives back what the other has patched."""
     stop, failed = threading.Event(), list[Exception]()
 
     def others() -> None:
