@@ -32,18 +32,18 @@ from autoptd.errors import InputsError
 _WRITES = {"_apply", "zero_grad", "requires_grad_", "_functional_call"}  # functions of torch that read no values
 _PASSED_ON = {"torch", "copy", "pickle", "contextlib"}  # packages whose functions read for their caller
 _LOADS = "_load_from_state_dict"
-_LOAD = "model.load_state_dict(par.state_dict()) first"
+LOADED = "model.load_state_dict(par.state_dict()) first"
 _TEXTS = {  # by a function of torch or of `copy` that reads
     "_call_impl": f"the model is called with the values that training began with: for those of now, call "
-    f"par.eval_step, or {_LOAD}",
+    f"par.eval_step, or {LOADED}",
     "state_dict": "this state_dict has the values that training began with, and par.state_dict() has those of now: "
     "save that, or load it into the model first",
-    "__deepcopy__": f"the model is copied with the values that training began with: for those of now, call {_LOAD}",
-    "__reduce__": f"the model is saved with the values that training began with: for those of now, call {_LOAD}",
+    "__deepcopy__": f"the model is copied with the values that training began with: for those of now, call {LOADED}",
+    "__reduce__": f"the model is saved with the values that training began with: for those of now, call {LOADED}",
 }
 _OTHERS = (
     "the model's own parameters and buffers have the values that training began with, and no gradients: for the values "
-    f"of now, call {_LOAD}; par.gradients() and par.grad_norm are of the last step, and clip_norm= limits the norm"
+    f"of now, call {LOADED}; par.gradients() and par.grad_norm are of the last step, and clip_norm= limits the norm"
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake  # private; seen in 2.13.0
 
 from autoptd.errors import InputsError
-from autoptd.old_values import OldValues, level_outside, old_values_of
+from autoptd.old_values import LOADED, OldValues, level_outside, old_values_of
 from autoptd.passes.kept.copies import one_at_a_time
 from autoptd.planned_reads import Reader, functions_of, methods_of, names_in
 from autoptd.read_values import ReadValue, TensorValue, sampled_bytes, some_bytes
@@ -38,7 +38,6 @@ _TWICE = (
     "of each batch may turn one off; or give each a copy, copy.deepcopy(model), if they are to be independent"
 )
 _BEGINS_AGAIN = "the model has the values that its training began with, from which this one begins again"
-_LOAD_FIRST = "call model.load_state_dict(par.state_dict()) first"
 Slot = tuple[str, Callable[[], Tensor | None]]  # the name of a tensor, and what reads it
 _AGAIN = "change the model before parallelize, or call parallelize again"
 
@@ -90,7 +89,7 @@ class PlannedModel:
         before = {old for old in map(old_values_of, changing) if old is not None}
         self._begins_again = any(old.is_behind() for old in before)
         if self._begins_again:
-            warnings.warn(f"{_BEGINS_AGAIN}: to go on, {_LOAD_FIRST}", stacklevel=level_outside())
+            warnings.warn(f"{_BEGINS_AGAIN}: to go on, call {LOADED}", stacklevel=level_outside())
         self._old = OldValues([module for _, module in found], changing, self._are_behind)
 
     def gave(self, state: Mapping[str, Tensor]) -> None:
@@ -114,7 +113,7 @@ class PlannedModel:
                 text = f"another program of this model has trained {name} since this one did"
                 warnings.warn(f"{text}: each has values of its own", stacklevel=level_outside())
             if p is not None and step == 0 and first and not self._begins_again:
-                warnings.warn(f"{_BEGINS_AGAIN}: to go on, {_LOAD_FIRST}", stacklevel=level_outside())
+                warnings.warn(f"{_BEGINS_AGAIN}: to go on, call {LOADED}", stacklevel=level_outside())
             self._ahead = self._values.times
             self._old.watch()
 

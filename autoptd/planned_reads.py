@@ -1,7 +1,8 @@
 """Values that the code of a model or a loss reads from outside itself: attributes, globals, variables in closures.
 
-Code is not run. A value counts as read if the code names it: as an attribute, a global, a free variable, or a string
-that is a key of a dict. Values of libraries do not count.
+Code is not run. A value counts as read if the code names it: as an attribute, a global, a free variable, a default, or
+a string that is a key of a dict. Functions and methods of the user's that it names are followed; values of libraries do
+not count.
 """
 
 from __future__ import annotations
