@@ -22,7 +22,7 @@ from autoptd.errors import UnsupportedOp
 from autoptd.passes.known.replace import files_of
 
 _SEEDS: dict[Callable[..., Any], str] = {
-    torch.manual_seed: "manual_seed",
+    torch.random.manual_seed: "manual_seed",  # torch.manual_seed, which torch._dynamo wraps when it is imported
     torch.seed: "seed",
     torch.get_rng_state: "get_rng_state",
     torch.set_rng_state: "set_rng_state",
@@ -41,8 +41,8 @@ def refuse_seeds(model: nn.Module) -> Iterator[None]:
     with ExitStack() as replaced:
         for owner in (torch, torch.random, torch.cuda, torch.cuda.random, *files_of(model, bases=True)):
             for name, value in list(vars(owner).items()):
-                if callable(value) and _is_seed(value):
-                    replaced.enter_context(patch.object(owner, name, _refusing(value)))
+                if callable(value) and (seed := _seed(value)):
+                    replaced.enter_context(patch.object(owner, name, _refusing(value, seed)))
         yield
 
 
@@ -57,21 +57,21 @@ def refuse_generators(given: Iterable[object]) -> None:
         )
 
 
-def _is_seed(value: Callable[..., Any]) -> bool:
+def _seed(value: Callable[..., Any]) -> str | None:
+    """The name of the seeding function that value is, or wraps."""
     try:
-        return value in _SEEDS
-    except TypeError:  # no hash
-        return False
+        return _SEEDS.get(value) or _SEEDS.get(vars(value).get("__wrapped__", value))
+    except TypeError:  # no hash, or no __dict__
+        return None
 
 
-def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.partition(".")[0] in _ALLOWED:
             return function(*args, **kwargs)
         raise UnsupportedOp(
-            f"forward calls torch.{_SEEDS[function]}: the program draws other numbers for every sample and step, "
-            "whatever the seed",
+            f"forward calls torch.{name}: the program draws other numbers for every sample and step, whatever the seed",
             fix="draw what stays the same once, in __init__, into a buffer (register_buffer); to use a mask twice, "
             "draw it once: mask = F.dropout(torch.ones_like(x), p); x * mask",
         )

@@ -134,6 +134,15 @@ def test_seeds_in_forward_are_refused(seed: Callable[[], AbstractContextManager[
     assert "test_python_random.py" in caught.value.where and "register_buffer" in caught.value.fix
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_seeds_are_refused_before_and_after_dynamo_wraps_them(monkeypatch: pytest.MonkeyPatch, wrapped: bool) -> None:
+    """The import of torch._dynamo puts a wrapper in the place of torch.manual_seed."""
+    own = torch.random.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", torch._disable_dynamo(own) if wrapped else own)
+    with pytest.raises(UnsupportedOp, match=r"torch\.manual_seed"):
+        trace(Projected(seeded), {"x": torch.ones(2, 4)})
+
+
 class Slow(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.05)
