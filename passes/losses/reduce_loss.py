@@ -18,6 +18,7 @@ microbatch must count once: each microbatch has a share of it in proportion to i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from math import prod
 
@@ -212,12 +213,25 @@ class _Rewriter:
                 f"the loss compares all samples of the batch: {self.form.row_width:,} numbers of each are gathered, "
                 "and every rank with the last stage computes the end of the loss from all of them"
             )
+        reached = ancestors([loss_node(self.form.outer)], lambda n: any(t.requires_grad for t in infos(n)))
         with self.graph.inserting_before(self.output):
-            flat = [self._reshaped(n, (prod(map(int, info(n).shape)),)) for n in outer.sums]
-            if outer.rows:
-                table = self._joined(loss, [self._reshaped(n, (BATCH, self._width(n))) for n in outer.rows])
+            sums, rows = (
+                [n if own in reached else self._detached(n) for n, own in zip(nodes, placeholders, strict=True)]
+                for nodes, placeholders in ((outer.sums, self.form.partial_sums), (outer.rows, self.form.rows))
+            )
+            flat = [self._reshaped(n, (prod(map(int, info(n).shape)),)) for n in sums]
+            if rows:
+                table = self._joined(loss, [self._reshaped(n, (BATCH, self._width(n))) for n in rows])
                 flat.append(self._reshaped(table, (BATCH * info(table).shape[1],)))
             return self._joined(loss, flat)
+
+    def _detached(self, node: fx.Node) -> fx.Node:
+        """Return what only comparisons read: parameters before it have no gradient in one process, rather than 0."""
+        if not info(node).requires_grad:
+            return node
+        made = write_op(self.graph, node, aten.detach.default, (node,), info(node).shape)
+        made.meta["info"] = replace(info(node), requires_grad=False)
+        return made
 
     def _width(self, rows: fx.Node) -> int:
         return prod(map(int, info(rows).shape[1:]))

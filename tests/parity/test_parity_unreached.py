@@ -71,6 +71,30 @@ class Gated(nn.Module):
         return F.cross_entropy(self.head(x.mean(1)), labels)
 
 
+class ComparedSums(Watched):
+    """The loss compares sums over the batch of what the watchers make, and takes their signs alone."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        seen = x
+        for layer, watcher in zip(self.layers, self.watchers, strict=True):
+            x, seen = x + torch.tanh(layer(x)), torch.tanh(watcher(seen))
+        errors = (self.head(x) - F.one_hot(labels, WIDTH)).square().mean(0)
+        return (errors.sqrt() * (1 + (seen.mean(0) > seen.mean()))).sum()
+
+
+class ComparedRows(ComparedSums):
+    """The loss compares samples with each other, and leaves out pairs that are alike to the watchers."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        seen, given = x, x
+        for layer, watcher in zip(self.layers, self.watchers, strict=True):
+            x, seen = x + torch.tanh(layer(x)), torch.tanh(watcher(seen))
+        out, seen = self.head(x), F.normalize(seen, dim=-1)
+        alike = (seen @ seen.t() > 0.3) & (labels[:, None] != labels)
+        logits = (F.normalize(out, dim=-1) @ given.t()).masked_fill(alike, -1e4)
+        return F.cross_entropy(logits, torch.arange(len(x))) + F.cross_entropy(out, labels)
+
+
 def batch(seed: int) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(8, WIDTH, dtype=torch.float64, generator=rng)
@@ -85,7 +109,7 @@ def worst(kind: type[nn.Module], fix: dict[str, Any], cluster: str | Cluster = "
     return error
 
 
-@pytest.mark.parametrize("kind", [Watched, Withheld])
+@pytest.mark.parametrize("kind", [Watched, Withheld, ComparedSums, ComparedRows])
 @pytest.mark.parametrize(
     "fix",
     [
