@@ -91,6 +91,9 @@ EXACT: dict[str, Loss] = {
     "bce_with_logits": lambda z, y, m: F.binary_cross_entropy_with_logits(z[..., 0], m),
     "bce_weighted": lambda z, y, m: F.binary_cross_entropy_with_logits(z[..., 0], m, weight=m + 1),
     "bce": lambda z, y, m: F.binary_cross_entropy(z[..., 0].sigmoid(), m),
+    "bce_weighted_by_what_another_loss_broadcasts": lambda z, y, m: (
+        F.smooth_l1_loss(z[..., 1], m) + F.binary_cross_entropy(z[..., 0].sigmoid(), m, weight=m + 1)
+    ),
     "kl_div": lambda z, y, m: F.kl_div(z.log_softmax(-1), F.one_hot(positive(y), CLASSES).double()),
     "kl_div_batchmean": lambda z, y, m: F.kl_div(
         z.log_softmax(-1), F.one_hot(positive(y), CLASSES).double(), reduction="batchmean"
@@ -346,4 +349,7 @@ WHOLE: dict[str, Loss] = {
     "covariance_of_features": lambda z, y, m: z[:, 0].t().cov().square().sum() + z[:, 1].t().corrcoef().triu(1).sum(),
     "softmax_over_samples": lambda z, y, m: (z[:, 0, 0].softmax(0) * m[:, 0]).sum(),
     "place_of_the_sample": lambda z, y, m: (z[:, 0].sum(-1) * torch.arange(z.size(0))).sum(),
+    "weights_that_have_no_derivative": lambda z, y, m: F.cross_entropy(
+        first(z) @ first(z).t(), torch.arange(z.size(0)), weight=1 + m[:, 0]
+    ),
 }

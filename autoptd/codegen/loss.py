@@ -158,6 +158,7 @@ class LossFunctions:
         form, body = self.form, Body(self.sharding, names_of(self.folded, "sums", "rows"))
         given = dict(zip(form.partial_sums, (part_text(*x) for x in partial_slices(form.partial_sums)), strict=True))
         given |= zip(form.rows, (rows_text(*x) for x in row_slices(form.rows)), strict=True)
+        given = {n: text if info(n).requires_grad else f"{text}.detach()" for n, text in given.items()}
         for node in graph.nodes:
             if node.op == "placeholder":
                 known = count_text(node) if is_count(node) else ""

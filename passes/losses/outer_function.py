@@ -105,7 +105,7 @@ class OuterFunction:
                 fix=self.fix,
             )
         made = self.graph.placeholder(f"{self.prefix}_{len(self.sums)}")
-        made.meta["info"] = TensorInfo(shape, info(node).dtype, True)
+        made.meta["info"] = TensorInfo(shape, info(node).dtype, info(partial).requires_grad)
         self.new[node] = made
         self.sums.append(partial)
         self.placeholders.append(made)

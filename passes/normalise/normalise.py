@@ -61,7 +61,7 @@ from autoptd.passes.rewrites.batch_norm import write_batch_norms_as_sums
 from autoptd.passes.rewrites.ctc_labels import write_ctc_labels_by_sample
 from autoptd.passes.rewrites.einsums import write_einsums_as_products
 from autoptd.passes.rewrites.equal_selections import write_equal_selections
-from autoptd.passes.rewrites.expanded import write_parts_of_expanded
+from autoptd.passes.rewrites.expanded import write_broadcasts_as_expand, write_parts_of_expanded
 from autoptd.passes.rewrites.masked_rows import follow_masked_rows
 from autoptd.passes.rewrites.part_projections import cut_projections
 from autoptd.passes.rewrites.placed_rows import write_placed_rows
@@ -130,6 +130,7 @@ PREPARE: list[Pass] = [
     drop_asserts,
     refuse_sparse_tensors,
     remove_mutation,
+    write_broadcasts_as_expand,
     annotate,
     note_trained,
     drop_devices,

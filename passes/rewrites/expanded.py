@@ -1,4 +1,4 @@
-"""Parts of tensors that `expand` made: every part of such a dim is the same, also where it counts samples."""
+"""Tensors that `expand` makes, and parts of them: every part of such a dim is the same, also where it counts samples."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.graph import info, op_name, write_op
+from autoptd.passes.graph import info, is_getitem, op_name, write_op
 from autoptd.passes.rules.views import same
 from autoptd.passes.trace.traced import Traced
 
 aten = torch.ops.aten
 _RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
+
+
+def write_broadcasts_as_expand(graph: fx.Graph, traced: Traced) -> None:
+    """Rewrite each result of `broadcast_tensors` to an `expand` of its operand: a gradient flows from it to no other."""
+    for node in list(graph.nodes):
+        if is_getitem(node) and node.args[0].target is aten.broadcast_tensors.default:
+            tensors, shape = node.args[0].args[0], node.meta["shapes"].shape
+            node.target, node.args = aten.expand.default, (tensors[node.args[1]], list(shape))
 
 
 def write_parts_of_expanded(graph: fx.Graph, traced: Traced) -> None:

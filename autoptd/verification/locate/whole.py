@@ -74,6 +74,7 @@ def _outer(source: TracedModel, sums: Tensor, counts: Sequence[Tensor], batch: M
         values[node] = sums[start:stop].view(shape)
     for node, (start, stop, shape, dtype) in zip(form.rows, row_slices(form.rows), strict=True):
         values[node] = as_float64(rows[:, start:stop].reshape(samples, *shape).to(dtype))
+    values = {n: x if info(n).requires_grad else x.detach() for n, x in values.items()}
     for node in form.outer.nodes:
         if node.op == "placeholder" and node not in values:
             values[node] = _given(source, node.name, state, batch, counts)
