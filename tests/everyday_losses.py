@@ -349,6 +349,9 @@ WHOLE: dict[str, Loss] = {
     "covariance_of_features": lambda z, y, m: z[:, 0].t().cov().square().sum() + z[:, 1].t().corrcoef().triu(1).sum(),
     "softmax_over_samples": lambda z, y, m: (z[:, 0, 0].softmax(0) * m[:, 0]).sum(),
     "place_of_the_sample": lambda z, y, m: (z[:, 0].sum(-1) * torch.arange(z.size(0))).sum(),
+    "tokens_counted_at_the_end": lambda z, y, m: (
+        z[:, 0].amax(0).sum() * torch.arange(z.size(1)).sum().log() + z.mean().exp()
+    ),
     "weights_that_have_no_derivative": lambda z, y, m: F.cross_entropy(
         first(z) @ first(z).t(), torch.arange(z.size(0)), weight=1 + m[:, 0]
     ),

@@ -9,7 +9,10 @@ Every rank with the last stage computes all of it: its share of the step does no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import sympy
 
 from autoptd.cost_models.cluster import Cluster
 from autoptd.cost_models.collectives import collective_s
@@ -34,11 +37,11 @@ class LossEnd:
     rows_bytes: int = 0
 
 
-def loss_end(form: LossForm, samples: int) -> LossEnd:
-    """Return the end of a loss for a batch; nothing if the loss reads no rows of all samples."""
+def loss_end(form: LossForm, sizes: Mapping[sympy.Symbol, int]) -> LossEnd:
+    """Return the end of a loss for a batch of these sizes; nothing if the loss reads no rows of all samples."""
     if form.outer is None or not form.rows:
         return LossEnd()
-    size, held, largest, ops = Sizes({BATCH: samples}), 0, 0, list[OpWork]()
+    size, held, largest, ops = Sizes(sizes), 0, 0, list[OpWork]()
     for node in form.outer.nodes:
         if node.op != "call_function" or is_getitem(node):
             continue
@@ -51,7 +54,7 @@ def loss_end(form: LossForm, samples: int) -> LossEnd:
         dtype = "fp64" if infos(node)[0].dtype.itemsize == _ITEM else "fp32"
         ops.append(OpWork(kind, size(op.flops), moved, dtype))
         ops.append(OpWork(kind, _BACKWARD * size(op.flops), _BACKWARD * moved, dtype, backward=True))
-    rows = _ITEM * samples * form.row_width
+    rows = _ITEM * sizes[BATCH] * form.row_width
     return LossEnd(tuple(ops), held + 2 * largest + _VECTORS * rows, rows)
 
 

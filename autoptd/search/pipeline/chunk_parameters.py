@@ -21,6 +21,7 @@ from autoptd.passes.analysis.dataflow import CONVERTED, base_of, counts_tokens, 
 from autoptd.passes.blocks import owned_by_blocks
 from autoptd.passes.fold import Folded
 from autoptd.passes.graph import ancestors, infos
+from autoptd.passes.trace.traced import BATCH, SEQUENCE
 from autoptd.search.loss_end import LossEnd, loss_end
 from autoptd.search.meshes import Candidate
 from autoptd.search.pipeline.messages import Bytes
@@ -300,8 +301,11 @@ class ChunkParameters:
     @cached_property
     def loss_end(self) -> LossEnd:
         """Work of a loss that is computed once per step from all samples of the batch."""
-        c = self.candidate
-        return loss_end(self.folded.loss_form, c.dp * c.micro * c.microbatches)
+        c, sizes = self.candidate, dict(self.tensors.values)
+        sizes[BATCH] = c.dp * c.micro * c.microbatches
+        if SEQUENCE in sizes:
+            sizes[SEQUENCE] *= c.cp
+        return loss_end(self.folded.loss_form, sizes)
 
     def held_beside(self, runs: Sequence[tuple[int, int]], cut: Sequence[tuple[int, int]] = ()) -> Memory:
         """Return what a rank with these runs holds beside parameters and what its blocks save: buffers of the model;
