@@ -269,7 +269,6 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "norm_inf": (lambda z, y, m: torch.linalg.vector_norm(z, float("inf")), "vector_norm needs all samples"),
     "product": (lambda z, y, m: z.square().prod(), "prod needs all samples"),
     "first_sample": (lambda z, y, m: z[0].square().mean(), "select needs all samples"),
-    "pairs_of_tokens": (lambda z, y, m: torch.einsum("isc,jsc->ij", z, z).square().mean(), "pairs samples"),
     "noise_on_pairs": (lambda z, y, m: F.dropout(z[:, 0] @ z[:, 0].T, 0.5).mean(), "pairs samples"),
 }
 
@@ -355,4 +354,15 @@ WHOLE: dict[str, Loss] = {
     "weights_that_have_no_derivative": lambda z, y, m: F.cross_entropy(
         first(z) @ first(z).t(), torch.arange(z.size(0)), weight=1 + m[:, 0]
     ),
+}
+
+# Exact where all samples have the number of tokens of the example.
+AT_ONE_LENGTH: dict[str, Loss] = {
+    "pairs_of_tokens": lambda z, y, m: torch.einsum("isc,jsc->ij", z, z).square().mean(),
+    "distances_of_masks": lambda z, y, m: F.mse_loss(first(z) @ first(z).t(), m @ m.t()),
+    "masks_in_common": lambda z, y, m: F.binary_cross_entropy_with_logits(
+        first(z) @ first(z).t(), (m @ m.t() > 2).double(), pos_weight=1 + m @ m.t()
+    ),
+    "norm_of_each_token": lambda z, y, m: z.square().sum((0, 2)).sqrt().mean(),
+    "share_of_the_mask": lambda z, y, m: (z.square().mean(-1).sum(0) / (1 + m.sum(0))).sum() * z.mean().exp(),
 }

@@ -6,6 +6,7 @@ It imports torch.export, which takes a second; a model whose trace is known alre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -149,13 +150,22 @@ def _read_model(
         )
         with progress.stage(f"trace {type(model).__name__}"):
             traced = traced_by()
-        # ops are tried on small tensors on the CPU, whatever the caller's default device
-        with torch.device("cpu"), progress.stage("normalise and fold the graph"):
-            folded = fold(normalise(traced))
-            digest = graph_hash(traced)
-            if traced.loops:
-                refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
-            known = ShardingCache(folded).read()
+        try:
+            # ops are tried on small tensors on the CPU, whatever the caller's default device
+            with torch.device("cpu"), progress.stage("normalise and fold the graph"):
+                folded = fold(normalise(traced))
+                digest = graph_hash(traced)
+                if traced.loops:
+                    refuse_other_program(traced, normalise(traced_by(samples=SAMPLES[1])))
+                known = ShardingCache(folded).read()
+        except UnsupportedOp as error:
+            if not (dims := traced.dims_as_numbers - objective.fixed):
+                raise
+            with suppress(TraceError):
+                found = traced_with(examples, rows, replace(objective, fixed=objective.fixed | dims))
+                found.folded.traced.length_fixed = error.where
+                return found
+            raise
         sizes = {s: n for s, n in traced.example.items() if s != BATCH}
         if seq is not None and SEQUENCE in sizes:
             sizes[SEQUENCE] = seq
@@ -183,6 +193,7 @@ def _read_model(
     for rows in readings(examples):
         try:
             found = traced_with(examples, rows)
+            _refuse_other_length(seq, found, examples)
             _refuse_two_readings(found, examples, rows, traced_with)
             return found
         except TraceError as error:
@@ -192,6 +203,22 @@ def _read_model(
                 break
     assert first is not None
     raise first from first.__cause__
+
+
+def _refuse_other_length(seq: int | None, found: TracedModel, examples: Mapping[str, Tensor]) -> None:
+    """Raise InputsError if a length is asked for, and the model runs at another one only."""
+    where = found.folded.traced.length_fixed
+    if (
+        seq is not None
+        and SEQUENCE not in found.sizes
+        and where
+        and not any(seq in x.shape[1:] for x in examples.values())
+    ):
+        raise InputsError(
+            f"seq is {seq}, but the model runs at the length of the example inputs only: it is a number",
+            where=where,
+            fix=f"give example inputs of {seq} tokens a sample, or leave seq out",
+        )
 
 
 def _refuse_two_readings(

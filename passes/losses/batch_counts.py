@@ -17,7 +17,7 @@ from torch import fx
 
 from autoptd.errors import UnsupportedOp
 from autoptd.ops import library as ops
-from autoptd.passes.batch.batch_dims import counts_samples, is_whole
+from autoptd.passes.batch.batch_dims import counts_samples, is_whole, symbols_in
 from autoptd.passes.graph import (
     ancestors,
     info,
@@ -84,7 +84,7 @@ def take_counts_over_batch(graph: fx.Graph, traced: Traced) -> None:
 def take_count(graph: fx.Graph, traced: Traced, node: fx.Node, combine: Combine = "sum") -> fx.Node:
     """Return a placeholder for the value of `node` over the batch, and make `node` an output of the graph."""
     form, output = loss_form(traced.graph), output_of(graph)
-    found = _placeholder(graph, node, len(form.combines))
+    found = _placeholder(graph, traced, node, len(form.combines))
     form.rounds.append(_round(node, form))
     form.combines.append(combine)
     output.args = (*output.args, node)
@@ -99,9 +99,10 @@ def _combine(node: fx.Node, states: States) -> Combine | None:
     return _EXTREMES.get(node.target) if reduces else None
 
 
-def _placeholder(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+def _placeholder(graph: fx.Graph, traced: Traced, node: fx.Node, index: int) -> fx.Node:
     shape = info(node).shape
     if not _is_fixed(node):
+        traced.as_numbers |= symbols_in(shape)
         raise UnsupportedOp(
             f"{user_op_name(node)} sums over samples to a shape that varies from batch to batch, {tuple(shape)}",
             where=source_line(node),

@@ -98,6 +98,7 @@ class OuterFunction:
     def _take(self, node: fx.Node, partial: fx.Node) -> None:
         shape = info(partial).shape
         if not all(isinstance(n, int) for n in shape):
+            self.traced.as_numbers |= symbols_in(shape)
             raise UnsupportedOp(
                 f"{self.subject} a function of sums over the batch whose size varies from batch to batch, "
                 f"{tuple(shape)}",

@@ -22,7 +22,7 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from autoptd.ops import library as ops
-from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, mark_whole
+from autoptd.passes.batch.batch_dims import SamplePlace, counts_samples, mark_whole, symbols_in
 from autoptd.passes.batch.batch_independence import States, follow_samples
 from autoptd.passes.batch.rows import BATCH_ORDER, Across, Rows
 from autoptd.passes.graph import ancestors, descendants, info, infos, is_getitem, operands, updated_values, write_op
@@ -58,7 +58,9 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
         if not mixed and not picked:
             return
         end = _back_to_rows({*mixed, *picked, *descendants({*mixed, *picked})}, states, no_sums)
-        if _is_end(end, sources, graph):
+        if _is_end(end, sources, graph) and (sizes := _sizes_beside_samples(end)):
+            traced.as_numbers |= sizes
+        elif _is_end(end, sources, graph):
             for node in end:
                 mark_whole(node)
             read = {o for n in end for o in operands(n) if o not in end and o not in sources.of_parameters}
@@ -124,20 +126,25 @@ def _is_end(end: set[fx.Node], sources: _Sources, graph: fx.Graph) -> bool:
 
 
 def _runs_once(node: fx.Node) -> bool:
-    """Return whether an op may be computed once per step, with the samples of the batch as the only size."""
-    sizes = _symbols((*node.args, *node.kwargs.values(), *(t.shape for t in infos(node))))
+    """Return whether an op may be computed once per step."""
     plain = is_getitem(node) or isinstance(node.target, torch._ops.OpOverload) or node.target is ops.marked_columns
-    return plain and not is_random(node.target) and sizes <= {BATCH}
+    return plain and not is_random(node.target)
+
+
+def _sizes_beside_samples(end: set[fx.Node]) -> set[sympy.Symbol]:
+    """Return the sizes other than the number of samples that ops compute with, or what they read has."""
+    read = {o for n in end for o in operands(n)} | end
+    arguments = [value for n in end for value in (*n.args, *n.kwargs.values())]
+    return symbols_in((*arguments, *(t.shape for n in read for t in infos(n)))) - {BATCH}
 
 
 def _is_row(found: States, node: fx.Node) -> bool:
-    """Return whether a tensor has a fixed number of elements per sample, in batch order, that are no row indices."""
+    """Return whether a tensor has a fixed number of rows per sample, in batch order, that are no row indices."""
     state = found[0] if len(found) == 1 else None
     if not isinstance(state, Rows):
         return False
-    rest = [n for dim, n in enumerate(infos(node)[0].shape) if dim != state.place.dim]
     in_order = state.order == BATCH_ORDER and state.points is None
-    return in_order and all(isinstance(n, int) for n in (*rest, state.place.outer, state.place.inner))
+    return in_order and all(isinstance(n, int) for n in (state.place.outer, state.place.inner))
 
 
 def _take_samples_apart(graph: fx.Graph, end: set[fx.Node], states: Mapping[fx.Node, States]) -> None:
@@ -155,13 +162,3 @@ def _take_samples_apart(graph: fx.Graph, end: set[fx.Node], states: Mapping[fx.N
         mark_whole(merged)
         for user in [n for n in node.users if n in end]:
             user.replace_input_with(node, merged)
-
-
-def _symbols(values: Iterable[object]) -> set[sympy.Basic]:
-    found: set[sympy.Basic] = set()
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            found |= _symbols(value)
-        elif isinstance(value, sympy.Basic):
-            found |= value.free_symbols
-    return found

@@ -1,4 +1,4 @@
-"""Tensors that `expand` makes, and parts of them: every part of such a dim is the same, also where it counts samples."""
+"""Tensors that `expand` makes, and parts of them: all parts of such a dim are the same, even if it counts samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
 
 
 def write_broadcasts_as_expand(graph: fx.Graph, traced: Traced) -> None:
-    """Rewrite each result of `broadcast_tensors` to an `expand` of its operand: a gradient flows from it to no other."""
+    """Rewrite results of `broadcast_tensors` to an `expand` each: a gradient flows from it to its operand alone."""
     for node in list(graph.nodes):
         if is_getitem(node) and node.args[0].target is aten.broadcast_tensors.default:
             tensors, shape = node.args[0].args[0], node.meta["shapes"].shape

@@ -70,6 +70,7 @@ class Traced:
     read_whole: frozenset[str] = frozenset()  # inputs that the end of a loss over the whole batch reads as they are
     of_turns: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter -> the sums that count its only rows
     loops: bool = False  # loops over samples were written as one pass
+    as_numbers: set[sympy.Symbol] = field(default_factory=set)  # sizes that a refused op could be computed with, fixed
 
     @property
     def notes(self) -> list[str]:
@@ -99,6 +100,12 @@ class Traced:
                 text = f"a tensor {list(x.shape)} from outside{read}"
                 found[f"{text}, {name}" if text in found else text] = x
         return found
+
+    @property
+    def dims_as_numbers(self) -> frozenset[tuple[str, int]]:
+        """Inputs and dims of the sizes `as_numbers`."""
+        given = [(self.inputs[n.name], n.meta["info"]) for n in self.graph.graph.nodes if n.name in self.inputs]
+        return frozenset((name, d) for name, x in given for d, size in enumerate(x.shape) if size in self.as_numbers)
 
     @property
     def fixed_dims(self) -> frozenset[tuple[str, int]]:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import autoptd
-from autoptd.errors import AutoptdError, InputsError, UnsupportedOp
+from autoptd.errors import AutoptdError, InputsError, RuntimeFault, UnsupportedOp
 from autoptd.parallel import Parallel
 from autoptd.passes.graph import output_of
 from autoptd.passes.losses.loss_form import loss_node
@@ -24,7 +24,7 @@ from autoptd.runtime.batch_counts import LossOfSums
 from autoptd.runtime.comm.interfaces import Communicators
 from autoptd.runtime.comm.threaded import run_lockstep
 from autoptd.testing.parity import differences, train_alone, train_in_lockstep
-from tests.everyday_losses import EXACT, FUNCTIONS, RATIOS, REFUSED, Loss, Model, model_of, ragged
+from tests.everyday_losses import AT_ONE_LENGTH, EXACT, FUNCTIONS, RATIOS, REFUSED, Loss, Model, model_of, ragged
 from tests.parity.parity_check import TOLERANCE
 
 LOSSES = {**EXACT, **RATIOS, **FUNCTIONS}
@@ -173,6 +173,20 @@ def test_refused(name: str) -> None:
     with pytest.raises(UnsupportedOp, match=says) as caught:
         made(model_of(loss), ragged())
     assert "everyday_losses.py" in caught.value.where and caught.value.fix
+
+
+@pytest.mark.parametrize("name", AT_ONE_LENGTH)
+def test_at_the_length_of_the_example(name: str) -> None:
+    model, batch = model_of(AT_ONE_LENGTH[name]), ragged()
+    parallel = made(model, batch)
+    assert parallel.plan.schedule.microbatches == 2 and off(parallel, model, batch) <= TOLERANCE
+    with pytest.raises(RuntimeFault, match="instead of 5"):
+        train_in_lockstep(parallel, [{n: x[:, :-1] for n, x in batch.items()}])
+
+
+def test_no_other_length_is_planned_for() -> None:
+    with pytest.raises(InputsError, match="seq is 12, but the model runs at the length of the example"):
+        made(model_of(AT_ONE_LENGTH["pairs_of_tokens"]), ragged(), seq=12)
 
 
 ONE_MICROBATCH = ("max", "median", "first_sample", "product")

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoptd.passes.graph import concrete, substitute
-from autoptd.passes.losses.loss_form import COUNT, PARTIAL, ROWS, LossForm, loss_form, partial_slices, row_slices
+from autoptd.passes.losses.loss_form import (
+    COUNT,
+    PARTIAL,
+    ROWS,
+    SIZE,
+    LossForm,
+    loss_form,
+    partial_slices,
+    row_slices,
+)
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.trace.trace import trace
 from autoptd.passes.trace.traced import BATCH, Traced
@@ -143,6 +152,10 @@ def _outer(
     slices, of_rows = partial_slices(form.partial_sums), row_slices(form.rows)
 
     def given(name: str) -> Tensor:
+        value = sliced(name)
+        return value if name not in infos_of or infos_of[name].requires_grad else value.detach()
+
+    def sliced(name: str) -> Tensor:
         if name.startswith(PARTIAL):
             start, stop, shape, dtype = slices[int(name.rpartition("_")[2])]
             return sums[start:stop].view(shape).to(dtype)
@@ -151,7 +164,10 @@ def _outer(
             return rows[:, start:stop].reshape(len(rows), *shape).to(dtype)
         return _given(traced, name, state, {}, counts)
 
-    (loss,) = run_graph(form.outer, given, {BATCH: len(rows)})
+    read = [n for n in form.outer.nodes if n.op == "placeholder"]
+    infos_of = {n.name: n.meta["info"] for n in read if n.name.startswith((PARTIAL, ROWS))}
+    sizes = {n.meta[SIZE]: int(given(n.name)) for n in read if SIZE in n.meta}
+    (loss,) = run_graph(form.outer, given, {BATCH: len(rows), **sizes})
     return loss
 
 

@@ -75,8 +75,9 @@ class Splitter:
                 raise PlanError(
                     f"cp {cp} cuts a sequence, but the model runs at the length of the example only: it is a number",
                     where=where,
-                    fix="leave cp out, or take the length from the tensors there, as x.shape[1], without a branch on "
-                    "it; a recurrence over single tokens is written for a number of them",
+                    fix="leave cp out, or let nothing there need a number: take the length from the tensors, as "
+                    "x.shape[1], without a branch on it; add up over tokens, too, what is added up over samples; a "
+                    "recurrence over single tokens is written for a number of them",
                 )
             if SEQUENCE not in sizes:
                 raise PlanError(
