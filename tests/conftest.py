@@ -51,6 +51,7 @@ SAMPLED = {
     "fuzz/test_fuzz.py::test_a_wrong_number_of_a_network_is_seen": 0,
     "fuzz/test_fuzz.py::test_corrupted_plans_and_clusters": 0,
     "fuzz/test_fuzz.py::test_random_compiled_networks_train_as_on_one_process_or_are_refused": 0,
+    "fuzz/test_fuzz.py::test_random_losses_train_as_on_one_process_or_are_refused": 0,
     "fuzz/test_fuzz.py::test_random_networks_train_as_on_one_process_or_are_refused": 0,
     "fuzz/test_fuzz.py::test_random_programs_train_as_on_one_process_or_are_refused": 0,
     "fuzz/test_fuzz.py::test_random_trainings_end_as_in_one_process_or_are_refused": 0,

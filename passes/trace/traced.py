@@ -103,7 +103,9 @@ class Traced:
 
     @property
     def dims_as_numbers(self) -> frozenset[tuple[str, int]]:
-        """Inputs and dims of the sizes `as_numbers`."""
+        """Inputs and dims of the sizes `as_numbers`, which are known once the graph is annotated."""
+        if not self.as_numbers:
+            return frozenset()
         given = [(self.inputs[n.name], n.meta["info"]) for n in self.graph.graph.nodes if n.name in self.inputs]
         return frozenset((name, d) for name, x in given for d, size in enumerate(x.shape) if size in self.as_numbers)
 

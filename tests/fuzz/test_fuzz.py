@@ -17,7 +17,7 @@ import autoptd
 from autoptd.cost_models.cluster import Cluster
 from autoptd.errors import ClusterError
 from autoptd.testing.parity import Trained, train_in_lockstep
-from tests.fuzz import checkpoint_json, damaged, loading, networks, programs, trainings
+from tests.fuzz import checkpoint_json, damaged, loading, losses, networks, programs, trainings
 from tests.fuzz import files as data_files
 from tests.fuzz.__main__ import run, run_checkpoints
 from tests.fuzz.bases import planned
@@ -191,6 +191,13 @@ def test_random_programs_train_as_on_one_process_or_are_refused(updates: bool, c
     faults: list[str] = []
     ends = programs.run(range(count), faults.append, updates=updates)
     assert faults == [] and ends["equal"] > equal and sum(n for end, n in ends.items() if end.startswith("refused")) > 3
+
+
+def test_random_losses_train_as_on_one_process_or_are_refused() -> None:
+    """`python -m tests.fuzz.losses --count 2000` draws more of them."""
+    faults: list[str] = []
+    ends = programs.counted(range(30), lambda seed: programs.outcome(losses.draw(seed)), faults.append)
+    assert faults == [] and ends["equal"] > 15
 
 
 @pytest.mark.parametrize("family", [TOKENS, PICTURES], ids=["tokens", "pictures"])
