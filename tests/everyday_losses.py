@@ -258,6 +258,10 @@ FUNCTIONS: dict[str, Loss] = {
         ((z.softmax(-1) * soft(y)).sum((0, 1)) / soft(y).sum((0, 1)).clamp(min=1e-6)).square().mean()
     ),
     "weights_of_the_mean": lambda z, y, m: (z.mean((0, 1)).softmax(0) * class_weights()).sum(),
+    "mean_of_the_wrong_ones": lambda z, y, m: (
+        (z.square().mean(-1) * (z.argmax(-1) != y)).sum() / (1 + (z.argmax(-1) != y).sum())
+    ),
+    "a_count_less_a_number": lambda z, y, m: z.square().mean() * (7 - (z[..., 0] > 0.1).sum()),
 }
 
 

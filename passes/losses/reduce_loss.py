@@ -143,6 +143,8 @@ class _Rewriter:
         tensors = operands(node)
         if len(tensors) != 1 or self.states[tensors[0]] is not Over.ADDED or node.args[2:] or node.kwargs:
             return False
+        if not is_float(info(node).dtype):  # shares of a whole number are no whole numbers
+            return False
         (total,), number = tensors, next(a for a in node.args if not isinstance(a, fx.Node))
         if isinstance(number, sympy.Basic) and BATCH in number.free_symbols:
             return False
