@@ -16,6 +16,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -23,11 +24,24 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.passes.kept.python_values import is_users
-from autoptd.read_values import ABSENT, KINDS, Holder, Inside, Length, ReadValue, TensorValue, is_code, plain, value_at
+from autoptd.read_values import (
+    ABSENT,
+    KINDS,
+    Holder,
+    Inside,
+    Length,
+    ReadValue,
+    TensorValue,
+    Variable,
+    is_code,
+    plain,
+    value_at,
+)
 
 _LIBRARIES = {"torch", "torchvision", "transformers", "autoptd", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _DEPTH = 4  # objects, dicts and lists in others
 _MOST = 1000  # elements of a list or dict that are looked at one by one
+_NAMESPACES = ("types", "argparse", "_thread")  # modules of classes that have any attributes
 _OPERATORS = frozenset(
     ("__call__", "__getitem__", "__getattr__", "__iter__", "__len__", "__float__", "__mul__", "__rmul__")
 )
@@ -144,6 +158,11 @@ class Reader:
             if depth > _DEPTH - 2:
                 absent = sorted(names - value.keys())
                 yield from (ReadValue(f"{name}[{each!r}]", inside, each, ABSENT) for each in absent)
+        elif isinstance(value, ContextVar):
+            now = Variable(value)
+            present = now.get("", ABSENT) is not ABSENT
+            held = self._of_value(f"{name}.get()", now, "", names, depth - 1)
+            yield from held if present else (ReadValue(f"{name}.get()", now, "", ABSENT),)
         elif isinstance(value, (Tensor, nn.Module)):  # of a weak reference
             yield from self._of_value(f"{name}()", {"": value}, "", names, depth)
         else:
@@ -153,6 +172,8 @@ class Reader:
         """Yield what code holds: attributes of a class, the object of a method, arguments of a partial function."""
         if isinstance(value, FunctionType):
             self._follow((value,))
+        elif isinstance(cached := getattr(value, "__wrapped__", None), FunctionType):
+            self._follow((cached,))
         elif isinstance(value, functools.partial) and depth:
             names |= names_in(functions_of(value))
             for values in (value.args, value.keywords):
@@ -185,7 +206,7 @@ class Reader:
         present = _attributes(value, names)
         for key in present:
             yield from self._of_value(f"{name}.{key}", inside, key, names, depth)
-        if depth > _DEPTH - 2 and (_is_followed(type(value)) or type(value).__module__ in ("types", "argparse")):
+        if depth > _DEPTH - 2 and (_is_followed(type(value)) or type(value).__module__ in _NAMESPACES):
             absent = (key for key in sorted(names.difference(present)) if not hasattr(type(value), key))
             yield from (ReadValue(f"{name}.{key}", inside, key, ABSENT) for key in absent)
 

@@ -9,6 +9,7 @@ import numbers
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence, Sized
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, MemberDescriptorType, MethodType
 from typing import Any
@@ -56,7 +57,21 @@ class Inside:
         return getattr(value, key, default) if isinstance(found, MemberDescriptorType) else found
 
 
-Holder = Mapping[Any, Any] | Sequence[Any] | CellType | Inside
+class Variable:
+    """The value that a context variable has, whatever the key."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self.variable = variable
+
+    def get(self, key: Any, default: object) -> object:
+        """Return its value in the present context."""
+        try:
+            return self.variable.get()  # or its own default
+        except LookupError:
+            return default
+
+
+Holder = Mapping[Any, Any] | Sequence[Any] | CellType | Inside | Variable
 
 
 @dataclass(frozen=True)
@@ -172,7 +187,7 @@ def is_code(value: object) -> bool:
 
 def value_at(holder: Holder, key: Any) -> object:
     """Return what is at a place now, or ABSENT."""
-    if isinstance(holder, Mapping | Inside):
+    if isinstance(holder, Mapping | Inside | Variable):
         return holder.get(key, ABSENT)
     if not isinstance(holder, CellType):
         return holder[key] if key < len(holder) else ABSENT

@@ -143,6 +143,11 @@ def explain(error: Exception) -> TraceError:
         what = _what_depends(text)
         fixed = UnsupportedOp(what, where=where, fix=_WAYS_OUT.get(what, _FIXED_SHAPES))
         return _number_read(error, where) if what == NUMBER_READ else fixed
+    if "unhashable type: non-nested SymInt" in text:
+        what = "the number of samples is given to a function that keeps its results, as by functools.cache"
+        return TraceError(
+            what, where=where, fix="call it as f.__wrapped__(n), which keeps none, or take its cache away"
+        )
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     what, runs = _outer_call(error) or (
         "the model",

@@ -61,6 +61,9 @@ _WEIGHED = [
 _REDUCED = [
     "({a}).amax({d})", "({a}).logsumexp({d})", "(1e-3 + ({a}).square().mean({d})).sqrt()", "({a}).norm(dim={d})",
     "({a}).amin({d})", "({a}).var({d})", "({a}).tanh().exp().mean({d}).log()", "({a}).std({d})",
+    "(3 * (({a}) > 0.137).sum({d}) - 2).to(z.dtype)", "((({a}) > 0.137).sum({d}) // 2).to(z.dtype)",
+    "(1 + (({a}) > 0.137).sum({d})).to(z.dtype)", "(({a}) > 0.937).any({d}).to(z.dtype)",
+    "({a}).nanmean({d})",
 ]  # fmt: skip
 _OF_SEVERAL = {  # dims -> values of others with all dims, {f}, and of samples and tokens, {t}
     "bsc": [

@@ -6,9 +6,11 @@ import enum
 import functools
 import itertools
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -105,6 +107,21 @@ def held_weakly(held: Any) -> Callable[[], float]:
     return lambda: float(known().rate)  # type: ignore[union-attr]
 
 
+def in_context(held: Any) -> ContextVar[Any]:
+    made = ContextVar[Any]("held")
+    made.set(held)
+    return made
+
+
+def cached(held: Any) -> Callable[[], float]:
+    @functools.cache
+    def rate() -> float:
+        return float(held[0])
+
+    held.append(rate)
+    return lambda: rate()
+
+
 Case = tuple[Callable[[], Any], Callable[[Any], Callable[[], Any]], Callable[[Any], object]]
 CASES: dict[str, Case] = {  # what is held, the weight that the loss reads of it, and a change
     "a dict in a dict": (lambda: {"a": {"b": 1.0}}, lambda h: lambda: h["a"]["b"], lambda h: h["a"].update(b=0.5)),
@@ -158,6 +175,23 @@ CASES: dict[str, Case] = {  # what is held, the weight that the loss reads of it
         lambda h: setattr(h, "rate", 0.5),
     ),
     "a learning rate": (rates, lambda h: lambda: h.get_last_lr()[0], lambda h: (h.optimizer.step(), h.step())),
+    "a context variable": (
+        lambda: ContextVar("rate", default=1.0),
+        lambda h: lambda: h.get(),
+        lambda h: h.set(0.5),
+    ),
+    "one that is set later": (lambda: ContextVar("later"), lambda h: lambda: h.get(1.0), lambda h: h.set(0.5)),
+    "an object in a context variable": (
+        lambda: in_context(SimpleNamespace(rate=1.0)),
+        lambda h: lambda: h.get().rate,
+        lambda h: h.set(SimpleNamespace(rate=0.5)),
+    ),
+    "a thread's own": (threading.local, lambda h: lambda: getattr(h, "a", 1.0), lambda h: setattr(h, "a", 0.5)),
+    "a function that keeps its results": (
+        lambda: [1.0],
+        cached,
+        lambda h: (h.__setitem__(0, 0.5), h[1].cache_clear()),
+    ),
     "the environment": (
         lambda: os.environ.setdefault("LOSS_WEIGHT", "1"),
         lambda h: lambda: float(os.environ["LOSS_WEIGHT"]),
