@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autoptd.errors import InputsError
 from autoptd.layout.sample_rows import SHARED, Rows
 from autoptd.layout.size_conditions import SizeCondition
+from autoptd.passes.graph import op_name
 from autoptd.passes.loops.sizes_read import Branches, line_text
 from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.trace.trace_errors import PADDED, is_foreign
@@ -172,7 +173,7 @@ def _index_sizes(program: torch.export.ExportedProgram) -> set[sympy.Symbol]:
     """Return the symbols of indices of writes that meet a number in another index: torch does not compare them."""
     found = set[sympy.Symbol]()
     for node in program.graph.nodes:
-        if "index_put" in str(node.target):
+        if op_name(node).rstrip("_") == "index_put":
             shapes = [x.meta["val"].shape[::-1] for x in node.args[1] if isinstance(x, fx.Node)]
             for sizes in itertools.zip_longest(*shapes, fillvalue=1):
                 if any(isinstance(n, int) and n != 1 for n in sizes):
