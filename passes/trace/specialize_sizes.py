@@ -52,10 +52,13 @@ def table_dims(specs: Mapping[str, tuple[Any, torch.dtype]], rows: Rows) -> froz
     return frozenset((name, dim) for name, shape in shared for dim, size in enumerate(shape) if size not in lengths)
 
 
-def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) -> frozenset[InputDim]:
+def bound_dims(
+    program: torch.export.ExportedProgram, names: Collection[str], given: Collection[InputDim]
+) -> frozenset[InputDim]:
     """Return the input dims, other than the batch, whose size is fixed to a number by an equality guard of the graph.
 
     A dim also counts as fixed if another input has the same size there, constant or fixed: both count the same tokens.
+    given: dims that are numbers in another trace, which says that the others are none.
     """
     every = dict(_sizes(program, names))
     dims = {at: size for at, size in every.items() if isinstance(size, torch.SymInt)}
@@ -70,7 +73,7 @@ def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) ->
             bound |= _tied(equation.lhs - equation.rhs, samples)
     bound |= _shared_out(program, samples) | _index_sizes(program)
     found = {at for at, size in dims.items() if not bound.isdisjoint(size.node.expr.free_symbols)}
-    constant = {at for at, size in every.items() if isinstance(size, int)}
+    constant = {at for at, size in every.items() if isinstance(size, int)}.difference(given)
     numbers = {(at[1], _example(every[at])) for at in found | constant if at[1] > 0}
     return frozenset(found | {at for at, size in dims.items() if (at[1], _example(size)) in numbers})
 
