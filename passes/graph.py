@@ -97,14 +97,17 @@ NAMED = "named"  # key of a node's meta: a name for its variable in emitted prog
 
 def user_op_name(node: fx.Node) -> str:
     """Return the name of the op as the user wrote it, before any pass rewrote it."""
-    name = node.meta.get(WRITTEN_FOR) or op_name(node)
+    name = node.meta.get(WRITTEN_FOR) or target_name(node.target)
     assert isinstance(name, str)
     return name
 
 
 def op_name(node: fx.Node) -> str:
-    """Return `linear` for `aten.linear.default`, and the function's name for any other target."""
-    return target_name(node.target)
+    """Return `linear` for `aten.linear.default`, and the function's name for any other target.
+
+    What is given may have the name of an op: it is `placeholder`.
+    """
+    return node.op if node.op == "placeholder" else target_name(node.target)
 
 
 def writes_unread(node: fx.Node) -> bool:

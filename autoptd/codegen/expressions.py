@@ -298,11 +298,11 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
 
 
 def _reshape(x: Any, shape: Sequence[Any]) -> str:
-    return f"{_operand(x)}.reshape({', '.join(map(size_text, shape))})"
+    return f"{_operand(x)}.reshape({', '.join(map(size_text, shape)) or '()'})"
 
 
 def _expand(x: Any, shape: Sequence[Any], **kwargs: Any) -> str:
-    return f"{_operand(x)}.expand({', '.join(map(size_text, shape))})"
+    return f"{_operand(x)}.expand({', '.join(map(size_text, shape)) or '()'})"
 
 
 def _to_dtype(x: Any, dtype: torch.dtype, *rest: Any, **kwargs: Any) -> str:

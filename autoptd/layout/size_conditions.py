@@ -45,7 +45,7 @@ class SizeCondition:
         given = {symbol: sizes[str(symbol)] for symbol in self.relation.free_symbols if str(symbol) in sizes}
         try:
             return bool(self.relation.subs(given) == sympy.true)
-        except TypeError:  # it divides by zero
+        except (TypeError, ValueError):  # it divides by zero
             return False
 
 

@@ -14,6 +14,7 @@ A program for any number of samples is compared in the same way with a trace of 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,6 @@ from autoptd.passes.custom_grad.ops import OwnFunction, OwnHook
 from autoptd.passes.evaluation.switched_off import switch_off
 from autoptd.passes.graph import ancestors, info, op_name, output_of, plain, source_line
 from autoptd.passes.normalise.annotate import annotate
-from autoptd.passes.normalise.canonicalize import write_starts_of_slices
 from autoptd.passes.normalise.drop import drop_identities
 from autoptd.passes.normalise.normalise import PREPARE, run_passes
 from autoptd.passes.opcall import TensorInfo, is_random
@@ -35,9 +35,11 @@ from autoptd.passes.random.draws import draws, given_of
 from autoptd.passes.recognise.returned_operands import returned_operand
 from autoptd.passes.trace.traced import BATCH, Traced
 
-_BEGIN = [*PREPARE[: PREPARE.index(annotate) + 1], write_starts_of_slices]
+_BEGIN = PREPARE[: PREPARE.index(annotate) + 1]
 _SAME = frozenset({"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"})  # return their operand
 _VIEWS = frozenset({"expand", "expand_as", "broadcast_to", "view", "view_as", "_unsafe_view", "reshape", "flatten"})
+_SLICES = ("slice", "slice_scatter")  # x[1:] is traced with an end, or with none if the length of x is a number
+_OPEN = {"start": 0, "end": sys.maxsize}
 _NOT_READ = frozenset({"momentum", "cudnn_enabled"})  # arguments that no result of a norm in eval mode depends on
 _OF_DROPOUT = frozenset({"dropout", "dropout_p", "train", "training"})  # of a recurrent net or attention, if it is off
 
@@ -127,6 +129,8 @@ class _ValueNumbers:
         if isinstance(target, torch._ops.OpOverload):
             given = given_of(target, node.args, node.kwargs)
             off = is_random(target) and not draws(target, node.args, node.kwargs)
+            if op_name(node) in _SLICES:
+                given |= {name: x for name, x in _OPEN.items() if given[name] is None}
             unread = _NOT_READ | _OF_DROPOUT if off else _NOT_READ
             return str(target), self._key({name: x for name, x in given.items() if name not in unread})
         what = target.function if isinstance(target, OwnFunction) else target

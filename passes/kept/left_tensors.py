@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autoptd.passes.graph import ancestors
-from autoptd.passes.kept.python_values import Name, holders, values_of
+from autoptd.passes.kept.python_values import Name, holders, sequence_of, values_of
 from autoptd.passes.opcall import is_random
 
 
@@ -84,7 +84,8 @@ def _held(value: object) -> list[object]:
     """Return what a container holds, or the value itself."""
     if isinstance(value, dict):
         return list(value.values())
-    return list(value) if isinstance(value, list | deque | set | tuple) else [value]
+    base = sequence_of(value)
+    return list(base.__iter__(value)) if base else [value]
 
 
 def _made_of(x: Tensor, given: Collection[Tensor]) -> bool:

@@ -223,12 +223,17 @@ def _contents(value: Any, known: dict[int, object]) -> object:
         return _contents(_reduced(value), known)
     if type(value) in _DICTS:
         held = [(key, frozen(x, known)) for key, x in itertools.islice(value.items(), _MOST)]
-    elif isinstance(value, _SEQUENCES):
-        held = [(None, frozen(x, known)) for x in itertools.islice(value, _MOST)]
+    elif base := sequence_of(value):
+        held = [(None, frozen(x, known)) for x in itertools.islice(base.__iter__(value), _MOST)]
     else:
         return None
     kept = tuple((key, x) for key, x in held if x is not None)
     return kept or None
+
+
+def sequence_of(value: object) -> Any:
+    """Return Python's own class of a list, tuple or set, as a subclass may count or yield something else, or refuse."""
+    return next((kind for kind in _SEQUENCES if isinstance(value, kind)), None)
 
 
 def _reduced(iterator: Iterator[Any]) -> tuple[Any, ...]:
@@ -267,9 +272,9 @@ def _find_code(values: Iterable[Any], found: dict[int, Any]) -> None:
         elif type(value) in _DICTS and len(value) <= _MOST:  # such as hooks of a module
             seen[id(value)] = value
             stack += value.values()
-        elif isinstance(value, _SEQUENCES) and len(value) <= _MOST:
+        elif (base := sequence_of(value)) and base.__len__(value) <= _MOST:
             seen[id(value)] = value
-            stack += (x for x in value if not isinstance(x, _SIMPLE))
+            stack += (x for x in base.__iter__(value) if not isinstance(x, _SIMPLE))
         elif (held := _fields(value)) is not None:
             found[id(value)] = value
             stack += held.values()

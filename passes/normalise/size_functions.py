@@ -17,7 +17,9 @@ def in_sympy(expr: sympy.Expr) -> sympy.Expr:
     A size as a floating-point number has a factor 1.0, which tells the quotient s / 2 of numbers from that of sizes.
     """
     return expr.replace(
-        lambda e: _is_torch(e) and type(e).__name__ in FUNCTIONS, lambda e: FUNCTIONS[type(e).__name__](*e.args)
+        lambda e: _is_torch(e) and type(e).__name__ in FUNCTIONS,
+        lambda e: FUNCTIONS[type(e).__name__](*e.args),
+        simultaneous=False,  # which puts back what an inner one stood for
     )
 
 

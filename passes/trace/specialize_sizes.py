@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autoptd.errors import InputsError
 from autoptd.layout.sample_rows import SHARED, Rows
 from autoptd.layout.size_conditions import SizeCondition
+from autoptd.passes.graph import op_name
 from autoptd.passes.loops.sizes_read import Branches, line_text
 from autoptd.passes.normalise.size_functions import in_sympy
 from autoptd.passes.trace.trace_errors import PADDED, is_foreign
@@ -51,10 +52,13 @@ def table_dims(specs: Mapping[str, tuple[Any, torch.dtype]], rows: Rows) -> froz
     return frozenset((name, dim) for name, shape in shared for dim, size in enumerate(shape) if size not in lengths)
 
 
-def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) -> frozenset[InputDim]:
+def bound_dims(
+    program: torch.export.ExportedProgram, names: Collection[str], given: Collection[InputDim]
+) -> frozenset[InputDim]:
     """Return the input dims, other than the batch, whose size is fixed to a number by an equality guard of the graph.
 
     A dim also counts as fixed if another input has the same size there, constant or fixed: both count the same tokens.
+    given: dims that are numbers in another trace, which says that the others are none.
     """
     every = dict(_sizes(program, names))
     dims = {at: size for at, size in every.items() if isinstance(size, torch.SymInt)}
@@ -69,7 +73,7 @@ def bound_dims(program: torch.export.ExportedProgram, names: Collection[str]) ->
             bound |= _tied(equation.lhs - equation.rhs, samples)
     bound |= _shared_out(program, samples) | _index_sizes(program)
     found = {at for at, size in dims.items() if not bound.isdisjoint(size.node.expr.free_symbols)}
-    constant = {at for at, size in every.items() if isinstance(size, int)}
+    constant = {at for at, size in every.items() if isinstance(size, int)}.difference(given)
     numbers = {(at[1], _example(every[at])) for at in found | constant if at[1] > 0}
     return frozenset(found | {at for at, size in dims.items() if (at[1], _example(size)) in numbers})
 
@@ -172,7 +176,7 @@ def _index_sizes(program: torch.export.ExportedProgram) -> set[sympy.Symbol]:
     """Return the symbols of indices of writes that meet a number in another index: torch does not compare them."""
     found = set[sympy.Symbol]()
     for node in program.graph.nodes:
-        if "index_put" in str(node.target):
+        if op_name(node).rstrip("_") == "index_put":
             shapes = [x.meta["val"].shape[::-1] for x in node.args[1] if isinstance(x, fx.Node)]
             for sizes in itertools.zip_longest(*shapes, fillvalue=1):
                 if any(isinstance(n, int) and n != 1 for n in sizes):

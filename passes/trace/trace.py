@@ -152,7 +152,7 @@ def _traced(
     with record_own_calls(own):
         exporter, program = exporter.exported(repeats=repeats)
         because = exporter.because or fixed_at(program.graph_module, 1)
-        if bound := bound_dims(program, specs):
+        if bound := bound_dims(program, specs, objective.fixed):
             exporter = replace(exporter, fixed=exporter.fixed | bound)
             program = exporter.run(repeats=repeats)
         if exporter.turns.rows:

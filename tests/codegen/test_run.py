@@ -91,6 +91,19 @@ class Operators(nn.Module):
         return h.square().mean() + nothing.sum()
 
 
+class Scalars(nn.Module):
+    """Parameters of one number, as tensors of no dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x) * self.scale.reshape(()).unsqueeze(0)) + self.shift.expand(()).unsqueeze(0)
+        return h.square().mean()
+
+
 class Spectral(nn.Module):
     """A filter of complex numbers, whose parameter is not at an even element of its flat buffer."""
 
@@ -117,6 +130,13 @@ def test_complex_numbers_of_any_place_in_memory(mesh: dict[str, int]) -> None:
 def test_operators_with_numbers_and_tensors_without_elements(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     _, wrong = trained(Operators(), **mesh)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp": 2}, {"pp": 2}], ids=str)
+def test_shapes_of_no_dim(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    _, wrong = trained(Scalars(), **mesh)
     assert wrong == []
 
 

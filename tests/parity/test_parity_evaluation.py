@@ -397,7 +397,31 @@ class LoopsOverTokens(LeavesTokensOut):
         return nn.functional.cross_entropy(torch.stack(states, 1).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("make", [LeavesTokensOut, LoopsOverTokens], ids=lambda make: make.__name__)
+class WritesTokens(LoopsOverTokens):
+    """The loop makes a number of the length, with which the slice is written from None or from 0."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        scale = torch.ones(2, ids.shape[1] + 2, dtype=self.table.weight.dtype)
+        scale[1:, : ids.shape[1]] *= 2
+        return super().forward(ids, labels) * scale[1].mean()
+
+
+class AddsLengths(LeavesTokensOut):
+    """The lengths of two inputs are numbers, as their sum is one; that of a third, which is the same here, is none."""
+
+    def forward(self, ids: Tensor, times: Tensor, ahead: Tensor, y: Tensor) -> Tensor:
+        every = torch.cat((times, ahead), 1) @ torch.arange(12.0)
+        return self.table(ids[:, -4:]).square().mean() * every.mean() + (y * torch.arange(4.0)).mean()
+
+
+def test_lengths_of_which_the_sum_alone_is_a_number() -> None:
+    ids, times = torch.arange(40).reshape(5, 8) % 6, torch.ones(5, 8)
+    given = {"ids": ids, "times": times, "ahead": times[:, 4:], "y": times[:, 4:]}
+    check_evaluates(source := autoptd.trace(AddsLengths(), inputs=given, precision="fp64"))
+    assert ("ids", 1) in source.folded.traced.sizes.values()
+
+
+@pytest.mark.parametrize("make", [LeavesTokensOut, LoopsOverTokens, WritesTokens], ids=lambda make: make.__name__)
 def test_sizes_written_otherwise_are_the_same(make: Callable[[], nn.Module]) -> None:
     ids = torch.arange(40).reshape(5, 8) % 6
     check_evaluates(autoptd.trace(make(), inputs={"ids": ids, "labels": ids}, precision="fp64"))

@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import AutoptdError, InputsError, PlanError, UnsupportedOp
 from autoptd.layout.size_conditions import SizeCondition
+from autoptd.passes.trace.traced import SEQUENCE
 
 SAMPLES, TOKENS = 8, 6
 Branch = Callable[[Tensor], Tensor]
@@ -346,3 +348,9 @@ def test_what_holds_for_all_sizes_is_no_condition() -> None:
     assert not traced(lambda y: y if y.size(0) + y.size(1) > 1 else y * 2, SAMPLES).folded.traced.conditions
     (condition,) = traced(long, SAMPLES).folded.traced.conditions
     assert isinstance(condition, SizeCondition) and not condition.holds({"b": 8})
+
+
+def test_a_condition_that_divides_by_zero_does_not_hold() -> None:
+    parts = sympy.floor(SEQUENCE / sympy.floor(SEQUENCE / 4))
+    for relation in (sympy.Eq(parts, 4), sympy.Eq(sympy.Min(SEQUENCE, parts), parts)):
+        assert [SizeCondition(relation, "model.py:1").holds({"s": n}) for n in (2, 8)] == [False, True]

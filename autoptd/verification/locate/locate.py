@@ -189,7 +189,7 @@ def describe(source: TracedModel, found: Found, places: Mapping[Line, str]) -> t
     """Return (where, what) of a wrong line."""
     node = found.meaning.node
     path = module_path(node)
-    own = source.folded.traced.parameters.get(node.name)
+    own = source.folded.traced.parameters.get(node.name, node.name if node.op == "placeholder" else None)
     op = own or (f"{path}: {op_name(node)}" if path else op_name(node))
     what = "the gradient of its result" if found.gradient else "its result"
     together = {"P": "added up", "S": "concatenated"}.get(str(found.meaning.placement)[0], "each by itself")

@@ -401,6 +401,18 @@ def test_containers_that_hold_themselves_are_looked_at_once() -> None:
     trace(Scaled(lambda x: 1.0 if TREE["children"] else 0.0), {"x": torch.ones(2, 4)})
 
 
+class Uncounted(tuple[int, ...]):
+    """A tuple whose length is another, or none, such as e3nn's of irreducible representations."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_classes_may_refuse_to_be_counted() -> None:
+    kinds = Uncounted((1, 2))
+    trace(Scaled(lambda x: kinds[1] / 2), {"x": torch.ones(2, 4)})
+
+
 def test_libraries_of_another_environment_are_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as those on PYTHONPATH, which hold any number of caches."""
     for name in ("written", "installed"):

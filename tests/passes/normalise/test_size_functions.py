@@ -50,5 +50,11 @@ def test_sizes_have_the_same_value_and_source(theirs: sympy.Expr, number: object
         assert eval(size_text(ours), {"s": s}) == number(s)  # type: ignore[operator]
 
 
+def test_a_quotient_of_quotients() -> None:
+    """Products of pairs of tokens, row by row and column by column, divide a length squared by the length."""
+    once = torchs.FloorDiv(S**2, S)
+    assert in_sympy(torchs.FloorDiv(once**2, once)) == S
+
+
 def test_other_functions_are_named() -> None:
     assert unknown_function(in_sympy(torchs.RoundToInt(S * 1.0))) == "RoundToInt"

@@ -421,3 +421,23 @@ def test_whatever_a_model_raises_is_one_error_with_its_line(fails: Callable[[], 
     with pytest.raises(TraceError, match="the model cannot be traced: ") as error:
         trace(Failing(), {"input_ids": ids(), "labels": ids()})
     assert "test_trace.py" in error.value.where
+
+
+class Named(nn.Module):
+    """An input that is called as an op of torch, and a parameter whose name ends as those of ops that write do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale_ = nn.Parameter(torch.ones(WIDTH))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, index_put: Tensor) -> Tensor:
+        out, chosen = torch.zeros_like(index_put), index_put[:, 0] > 0
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == bool(i))
+            out[rows] = expert(index_put[rows] * self.scale_)
+        return out.square().mean()
+
+
+def test_inputs_and_parameters_may_have_the_names_of_ops() -> None:
+    assert_unchanged(Named().double(), {"index_put": torch.randn(6, WIDTH, dtype=torch.float64)})
