@@ -330,7 +330,7 @@ class Parallel(Evaluating, Saving):
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's slices of its stages' parameters and buffers, by original name. Collective."""
-        with self._watch:
+        with self._calling("local_tensors()"):
             return self._unchanging.local_tensors()
 
     def gradients(self) -> dict[str, Tensor]:

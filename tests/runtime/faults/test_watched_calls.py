@@ -64,3 +64,21 @@ def test_a_connection_that_breaks_is_explained(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(par._running, "communicators", replace(par._running.communicators, watch=Watched()))
     with pytest.raises(RuntimeFault, match="rank 1 was killed"):
         call(par, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["state_dict", "gradients", "local_tensors"])
+def test_a_call_is_one_that_ranks_compare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    par = autoptd.parallelize(
+        model, world=1, inputs={"input": BATCH["input"][:2]}, loss=lambda out: out.square().mean(), batch=4
+    )
+    par.train_step(BATCH)
+    status = par._running.communicators.watch.status
+
+    def communicates(*_: Any) -> dict[str, torch.Tensor]:
+        status.communicates()
+        return par._source.model.state_dict()
+
+    monkeypatch.setattr(Trainer, name, communicates)
+    getattr(par, name)()
+    assert status.calls.last.method == f"{name}()"
