@@ -24,6 +24,7 @@ from autoptd.layout.layout import Layout
 from autoptd.ops.dropout import DropoutKey
 from autoptd.ops.stage import Stage, stage_axes
 from autoptd.ops.tp_axis import Axis
+from autoptd.optimizer_parts import warning_of_reads
 from autoptd.out_of_memory import explained, resident_bytes
 from autoptd.passes.analysis.pictures import pixels_of
 from autoptd.passes.custom_grad.ops import described
@@ -307,8 +308,10 @@ class Parallel(Evaluating, Saving):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """This rank's optimizer, such as for learning-rate schedulers."""
-        return self._running.optimizer
+        """This rank's optimizer, such as for learning-rate schedulers.
+
+        Its parameters are this rank's flat parts, without gradients between steps: whoever reads them is warned."""
+        return warning_of_reads(self._running.optimizer)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -327,7 +330,7 @@ class Parallel(Evaluating, Saving):
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's slices of its stages' parameters and buffers, by original name. Collective."""
-        with self._watch:
+        with self._calling("local_tensors()"):
             return self._unchanging.local_tensors()
 
     def gradients(self) -> dict[str, Tensor]:

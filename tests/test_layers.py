@@ -34,7 +34,7 @@ plans.model
 runtime codegen search
 plans export
 compile checkpoint read_values
-trace_cache planned_reads old_values
+trace_cache planned_reads old_values optimizer_parts
 explain out_of_memory planned_model
 running trackers
 stopping

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -236,3 +237,47 @@ def test_the_line_for_trackers_logs_the_report() -> None:
         loss = float(parallel.train_step(batch(step)))
         exec(line, {"par": parallel, "tracker": tracker})
     assert curves["loss", 2] == loss and curves["learning_rate", 1] == 0.05
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer of a user's own, which reads its parameters in a file of theirs."""
+
+    elementwise = True
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad.sign()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", Signs], ids=["adamw", "own"])
+def test_reads_of_the_optimizers_parameters_between_steps_warn(optimizer: Any) -> None:
+    asked = {"inputs": {"input": batch(0)["input"][:2]}, "loss": squares, "batch": 8, "precision": "fp64"}
+    parallel = autoptd.parallelize(model(), world=1, optimizer=optimizer, optimizer_options={"lr": 0.1}, **asked)
+    given, clip = parallel.optimizer, torch.nn.utils.clip_grad_norm_
+
+    def parts() -> list[Tensor]:
+        return [p for group in parallel.optimizer.param_groups for p in group["params"]]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = LR.LinearLR(given)
+        for step in range(2):
+            parallel.train_step(batch(step))
+            scheduler.step()
+            given.step()
+            given.zero_grad()
+            parallel.report()
+        given.load_state_dict(copy.deepcopy(given.state_dict()))
+        parallel.train_step(batch(2))
+        assert repr(given) and len(given.param_groups[0]["params"])
+        assert pickle.dumps(given.param_groups) and copy.deepcopy(given.param_groups)
+    for read in (lambda: clip(parts(), 1.0), lambda: clip(parallel.optimizer.param_groups[0]["params"], 1.0), parts):
+        with pytest.warns(UserWarning, match="no gradients between steps") as seen:
+            read()
+        assert {each.filename for each in seen} == {__file__}

@@ -45,3 +45,11 @@ class Calls:
         """Return this process's call of the same number as another rank's; None if they agree, or it is not known."""
         own = next((call for call in tuple(self.made) if call.number == other.number), None)
         return own if own is not None and own.digest != other.digest else None
+
+    def only_here(self, other: Call) -> str:
+        """Return the first method after another rank's last known call that is not known of it; "" if there is none.
+
+        A rank says so before it begins another method than before: what it called since is that method again.
+        """
+        later = (call.method for call in tuple(self.made) if call.number > other.number and call.method != other.method)
+        return next(later, "") if other.number else ""

@@ -246,7 +246,7 @@ class Watchdog:
                 continue
             gone = missed_ticks >= 2 and beat.process.state() == "gone"
             if gone or missed_ticks >= self.limits.silent_ticks:
-                self._propose(Cause(rank, _state(beat), _last_snapshot(beat), self._rank))
+                self._propose(Cause(rank, _state(beat), _last_snapshot(beat), self._rank, self._suspected(beat, gone)))
                 self._stopped = beat
                 return
 
@@ -277,6 +277,14 @@ class Watchdog:
             what = f"called other methods before {own} than rank {self._rank}"
         fix = "call the same methods on all ranks, in the same order"
         return Cause(beat.rank, what, beat.snapshot, self._rank, fix)
+
+    def _suspected(self, beat: Beat, gone: bool) -> str:
+        """Return what to do if a process crashed by messages of another method, as gloo ends it for other sizes."""
+        own = self.status.calls.only_here(beat.call) if gone else ""
+        return own and (
+            f"if nothing killed it: rank {self._rank} called {own}, and rank {beat.rank} perhaps did not; call the "
+            "same methods on all ranks, in the same order"
+        )
 
     def _check_waiting(self) -> None:
         """Report or end the job for the rank that keeps others waiting; the lowest waiting rank prints the report."""
