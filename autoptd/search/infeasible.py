@@ -214,17 +214,18 @@ def _remedies(memory: MemoryFilter, world: int, closest: Shortfall, fixed: Colle
         everything, state = "parameters and gradients", replace(state, optimizer=0)
     if (least := memory.least_world(state.state)) > world:
         remedies.append(f"a world of at least {least}: {everything} alone are {state.state / _GIB:,.1f} GiB")
-    else:
+    elif least:
         remedies.append("a larger world, or a shorter sequence")
     everything_there = closest.candidate._replace(offload=1.0)
     if closest.candidate.offload and "offload" not in fixed and not memory.fits_host(everything_there):
         needed = memory.least_host_bytes(everything_there) / (1 - memory.headroom)
         whole = math.ceil(needed * node_ranks(memory.cluster, world) / _GIB)
         remedies.append(f"nodes with more than {whole:,} GiB of memory, for all of the optimizer state")
-    if fixed:
-        remedies.append(f"fixing less than {', '.join(sorted(fixed))}")
+    costly = set(fixed) - ({"headroom"} if memory.headroom <= HEADROOM else set())  # dropped, it costs no less
+    if costly:
+        remedies.append(f"fixing less than {', '.join(sorted(costly))}")
     free_bytes = memory.headroom * memory.cluster.device.memory_bytes
-    if "headroom" not in fixed and max(closest.missing_bytes) * (1 - memory.headroom) <= free_bytes:
+    if "headroom" not in costly and max(closest.missing_bytes) * (1 - memory.headroom) <= free_bytes:
         remedies.append("fixing headroom to 0: then it fits as predicted, but may run out of memory")
     if not (needed := closest.device_bytes(memory.cluster)):
         return remedies

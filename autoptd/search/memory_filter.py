@@ -71,8 +71,12 @@ class MemoryFilter:
         return MAIN_BYTES[self.precision] * (2 + MOMENTS[self.optimizer]) * c.offload * elements
 
     def least_world(self, state: int) -> int:
-        """Return the number of devices that the bytes of a state take, rounded up to whole nodes beyond one node."""
-        devices = math.ceil(state / self.cluster.device.usable_bytes)
+        """Return the number of devices that the bytes of a state take, rounded up to whole nodes beyond one node; 0 if
+        none hold any."""
+        device = self.cluster.device
+        if (each := device.usable_bytes - self.headroom * device.memory_bytes) <= 0:
+            return 0
+        devices = math.ceil(state / each)
         node = self.cluster.gpus_per_node
         return devices if not node or devices <= node else math.ceil(devices / node) * node
 

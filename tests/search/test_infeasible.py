@@ -54,3 +54,25 @@ def test_devices_of_the_size_that_is_named_are_enough() -> None:
     named = re.search(r"devices of ([\d.]+) GiB", refused.value.fix)
     assert named is not None and float(named[1]) > 2.0
     assert planned(float(named[1])).world == 4
+
+
+def refusal(gib: float, headroom: float, world: int = 4) -> DoesNotFit:
+    with torch.device("meta"):
+        model = NanoGPT(GPTSizes(vocab=512, max_seq=128, layers=4, heads=8, width=1024))
+    cluster = Cluster.load("dgx-a100-40gb")
+    device = cluster.device.model_copy(update={"memory_bytes": int(cluster.device.context_bytes + gib * GIB)})
+    on, fix = cluster.model_copy(update={"device": device}), {"pp": 1, "zero": 0, "headroom": headroom}
+    with pytest.raises(DoesNotFit) as refused:
+        autoptd.plan(autoptd.trace(model, seq=128), world=world, cluster=on, batch=8, fix=fix)
+    return refused.value
+
+
+def test_less_headroom_than_the_default_is_not_named_as_what_costs_memory() -> None:
+    assert "fixing less than pp, zero;" in refusal(0.2, headroom=0.0).fix
+    assert "fixing less than headroom, pp, zero;" in refusal(0.2, headroom=0.3).fix
+
+
+def test_a_world_is_named_for_what_the_headroom_leaves() -> None:
+    whole, less = (re.search(r"a world of at least (\d+)", refusal(0.05, part).fix) for part in (0.0, 0.02))
+    assert whole is not None and less is not None and int(whole[1]) < int(less[1])
+    assert " world" not in refusal(0.2, headroom=0.5).fix  # the context alone takes what is left

@@ -225,3 +225,16 @@ def test_a_search_without_a_plan_ends(gpt: autoptd.TracedModel, monkeypatch: pyt
     with pytest.raises(DoesNotFit, match="no plan fits"):
         planner(gpt, roomy(80.0), fix={"pp": 4}, effort=None).answer()
     assert 5 <= few <= 10 < len(tried) - few
+
+
+@pytest.mark.parametrize("world, batch", [(8, 24), (16, 32)])
+def test_the_choices_of_a_plan_fixed_find_no_faster_one(gpt: autoptd.TracedModel, world: int, batch: int) -> None:
+    """Other candidates may take all effort, or end the turn of the best one, before its other cuts are simulated."""
+    cluster = roomy(40, inter=1e8, intra=2e8)
+    free = autoptd.plan(gpt, world=world, cluster=cluster, batch=batch)
+    mesh, run = free.mesh, free.schedule
+    fix = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "micro": free.micro, "zero": free.zero}
+    fix |= {"schedule": run.kind, "virtual": run.virtual, "shards": free.method.shards}
+    fixed = autoptd.plan(gpt, world=world, cluster=cluster, batch=batch, fix=fix)
+    assert mesh.pp > 1 and fixed.stages == free.stages
+    assert fixed.predicted.step_time_s == free.predicted.step_time_s

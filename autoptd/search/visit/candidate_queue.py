@@ -44,6 +44,7 @@ class QueueEntry:
     split_s: float = NEVER  # the bound by its split tensors, before memory counts
     is_weighed: bool = False  # whether the model's work on one rank bounds it already
     closed: bool = False  # whether all its cuts were examined
+    effort: int = 0  # cuts beyond the first that could be simulated
     is_short: bool = False  # whether all candidates of its family lack memory
     limits: tuple[bool, ...] = ()  # by which its variants were enqueued last, if memory limits it
     is_variant: bool = False  # of a candidate that memory limits: with memory-saving splits, or with offload

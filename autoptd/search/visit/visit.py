@@ -64,7 +64,7 @@ class Visit:
 
     def run(self, candidates: Iterable[Candidate]) -> float:
         """Visit candidates until none is left, or no time; return a lower bound of all that were ever visited."""
-        start_s, self.queue.refused = time.monotonic(), 0
+        start_s, self.queue.refused, late = time.monotonic(), 0, False
         for c in candidates:
             self.queue.add(entry := QueueEntry(c, self._bounds.floor_s(c)))
             if c.zero == 1 and not c.shards:
@@ -87,7 +87,16 @@ class Visit:
                 self.queue.put(e, priority_s)
             else:
                 e.closed = priority_s == NEVER
+        if self.best is not None and not late:
+            self._refine_best()
         return self._least_s()
+
+    def _refine_best(self) -> None:
+        """Give the best candidate all of the effort, if others took some: its choices, fixed, then find no more."""
+        (e,) = (e for e in self.queue.entries if self.best is not None and e.candidate == self.best.candidate)
+        if self.task.effort is not None and e.effort < self.task.effort:
+            self._effort = Effort(self.task.effort)
+            e.closed = self._refine(e) == NEVER
 
     def _least_s(self) -> float:
         """Return a lower bound of all candidates."""
@@ -274,7 +283,7 @@ class Visit:
     def _refine(self, e: QueueEntry) -> float:
         """Simulate its other cuts that may be better; infinite where none is left."""
         assert e.stages is not None
-        complete = e.stages.fixed or e.candidate.pp == 1
+        complete, e.effort = e.stages.fixed or e.candidate.pp == 1, self._effort.left or 0
         if not complete and self._effort:
             found, complete = refine(e.stages, self.best_s, self._effort)
             if found is not None:
