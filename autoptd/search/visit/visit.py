@@ -87,14 +87,15 @@ class Visit:
                 self.queue.put(e, priority_s)
             else:
                 e.closed = priority_s == NEVER
-        if self.best is not None and not late:
+        if not late:
             self._refine_best()
         return self._least_s()
 
     def _refine_best(self) -> None:
         """Give the best candidate all of the effort, if others took some: its choices, fixed, then find no more."""
-        (e,) = (e for e in self.queue.entries if self.best is not None and e.candidate == self.best.candidate)
-        if self.task.effort is not None and e.effort < self.task.effort:
+        best = self.best.candidate if self.best is not None else None
+        e = next((e for e in self.queue.entries if e.candidate == best), None)
+        if e is not None and self.task.effort is not None and e.effort < self.task.effort:
             self._effort = Effort(self.task.effort)
             e.closed = self._refine(e) == NEVER
 
