@@ -66,9 +66,11 @@ def batch(samples: int = SAMPLES, tokens: int = TOKENS) -> Tensor:
     return torch.randn(samples, tokens, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def traced(branch: Branch, samples: int, tokens: int = TOKENS) -> autoptd.TracedModel:
+def traced(
+    branch: Branch, samples: int, tokens: int = TOKENS, kind: type[Branching] | None = None
+) -> autoptd.TracedModel:
     torch.manual_seed(0)
-    return autoptd.trace(Branching(branch).double(), inputs={"x": batch(samples, tokens)}, precision="fp64")
+    return autoptd.trace((kind or Branching)(branch).double(), inputs={"x": batch(samples, tokens)}, precision="fp64")
 
 
 @pytest.mark.parametrize("branch", [compared, repeated, asserted])
@@ -297,17 +299,37 @@ def test_a_step_of_one_sample_that_computes_otherwise_is_refused(branch: Branch)
         autoptd.plan(traced(branch, 2), world=1, batch=1, cluster="dgx-h100")
 
 
+def at_least_four(y: Tensor) -> Tensor:
+    return y * max(y.size(0), 4)
+
+
+class Before(Branching):
+    """The layer follows the branch, and is not computed once for the whole batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.branch(x)).square().mean()
+
+
 @pytest.mark.parametrize("number", [lambda b: max(b, 4), lambda b: min(b, 2), lambda b: 1 % b, lambda b: 1 // b + 1])
 def test_numbers_of_the_batch_s_size_are_not_those_of_a_microbatch(number: Callable[[int], int]) -> None:
     """Also those that differ for a microbatch of one sample only."""
     with pytest.raises(UnsupportedOp, match="computes with the number of samples"):
-        traced(lambda y: y * number(y.size(0)), 2)
+        traced(lambda y: y * number(y.size(0)), 2, kind=Before)
 
 
 @pytest.mark.parametrize("branch", [ghost, in_fours])
 def test_parts_of_a_batch_that_a_step_has_and_the_example_has_not_are_refused(branch: Branch) -> None:
     with pytest.raises(UnsupportedOp, match="works across samples"):
-        autoptd.plan(traced(branch, 2), world=1, batch=SAMPLES, cluster="dgx-h100")
+        autoptd.plan(traced(branch, 2, kind=Before), world=1, batch=SAMPLES, cluster="dgx-h100")
+
+
+@pytest.mark.parametrize("branch", [ghost, in_fours, at_least_four])
+def test_an_end_of_the_loss_computes_with_the_samples_of_the_whole_batch(branch: Branch) -> None:
+    source = traced(branch, 2)
+    par = autoptd.parallelize(source, world=1, batch=SAMPLES, cluster="dgx-h100", fix={"micro": 2}, optimizer="sgd")
+    with torch.no_grad():
+        expected = float(source.model(batch()))
+    assert float(par.train_step({"x": batch()})) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("branch", [compared, repeated])
