@@ -42,6 +42,7 @@ _LIBRARIES = {"torch", "torchvision", "transformers", "autoptd", "numpy", *sys.s
 _DEPTH = 4  # objects, dicts and lists in others
 _MOST = 1000  # elements of a list or dict that are looked at one by one
 _NAMESPACES = ("types", "argparse", "_thread")  # modules of classes that have any attributes
+_CACHED = functools._lru_cache_wrapper
 _OPERATORS = frozenset(
     ("__call__", "__getitem__", "__getattr__", "__iter__", "__len__", "__float__", "__mul__", "__rmul__")
 )
@@ -53,10 +54,10 @@ def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
     return _reached([f for kind in classes for f in _methods(kind)], frozenset(("forward", "__call__")))
 
 
-def _reached(methods: Iterable[FunctionType], names: frozenset[str]) -> list[FunctionType]:
+def _reached(methods: Iterable[tuple[str, FunctionType]], names: frozenset[str]) -> list[FunctionType]:
     """Return the methods that have one of these names, or are named by one of those, and so on."""
-    left, found = {id(f): f for f in methods}, list[FunctionType]()
-    while more := [left.pop(key) for key, f in [*left.items()] if f.__name__ in names]:
+    left, found = {id(f): (name, f) for name, f in methods}, list[FunctionType]()
+    while more := [left.pop(key)[1] for key, (name, _) in [*left.items()] if name in names]:
         found += more
         names |= names_in(more)
     return found
@@ -75,9 +76,15 @@ def functions_of(loss: object) -> list[FunctionType]:
         return [loss]
     if isinstance(loss, nn.Module | type) or not callable(loss):
         return []
-    name = loss.__func__.__name__ if isinstance(loss, MethodType) else "__call__"
+    name = _name(loss) if isinstance(loss, MethodType) else "__call__"
     owner = _owner(loss)
     return _reached(_methods(owner if isinstance(owner, type) else type(owner)), frozenset((name,)))
+
+
+def _name(method: MethodType) -> str:
+    """Return the name by which the object of a method has it."""
+    held = ((name, x) for kind in type(method.__self__).__mro__ for name, x in vars(kind).items())
+    return next((name for name, x in held if x is method.__func__), getattr(method.__func__, "__name__", ""))
 
 
 def _owner(function: object) -> object:
@@ -172,8 +179,8 @@ class Reader:
         """Yield what code holds: attributes of a class, the object of a method, arguments of a partial function."""
         if isinstance(value, FunctionType):
             self._follow((value,))
-        elif isinstance(cached := getattr(value, "__wrapped__", None), FunctionType):
-            self._follow((cached,))
+        elif isinstance(value, _CACHED):
+            yield from self._of_code(name, value.__wrapped__, names, depth)
         elif isinstance(value, functools.partial) and depth:
             names |= names_in(functions_of(value))
             for values in (value.args, value.keywords):
@@ -184,7 +191,7 @@ class Reader:
             yield from self._of_code(name, value.__func__, names, depth)
             if depth and not isinstance(value.__self__, nn.Module):
                 inside = Inside({"": value.__self__}, "")
-                yield from self._of_object(name, inside, names | {value.__func__.__name__}, depth - 1)
+                yield from self._of_object(name, inside, names | {_name(value)}, depth - 1)
         elif (
             isinstance(value, type) and depth and not issubclass(value, enum.Enum | torch.autograd.Function)
         ):  # which run as is
@@ -233,13 +240,28 @@ def _places(function: FunctionType) -> Iterator[tuple[str, Holder, Any]]:
         yield from ((name, os.environ, name) for name in sorted(names & os.environ.keys()))
 
 
-def _methods(kind: type) -> list[FunctionType]:
-    """Return the methods and properties of a class and of those that it is made of, but torch's."""
+def _methods(kind: type) -> list[tuple[str, FunctionType]]:
+    """Return the methods and properties of a class and of those that it is made of, but torch's, by their names."""
     classes = [each for each in kind.__mro__ if _is_followed(each) or not _is_torchs(each)]
-    found = [f for each in classes for name, f in vars(each).items() if name != "__init__"]
-    found = [getattr(f, "func", f) if isinstance(f, functools.cached_property) else f for f in found]
-    found = [f.fget if isinstance(f, property) else getattr(f, "__func__", f) for f in found]
-    return [f for f in found if isinstance(f, FunctionType)]
+    found = [(name, f) for each in classes for name, f in vars(each).items() if name != "__init__"]
+    held = ((name, each) for name, f in found if is_code(f) for each in _decorated(f))
+    return [(name, f) for name, f in held if isinstance(f, FunctionType)]
+
+
+def _decorated(method: object) -> Iterator[object]:
+    """Yield the function of a method or a property, and those that its decorators hold."""
+    left = [method]
+    for _ in range(_DEPTH):
+        held = [x for f in left for x in _held(f)]
+        yield from left
+        left = held
+
+
+def _held(method: object) -> list[object]:
+    """Return the functions that a descriptor, a function that keeps results or a decorator has."""
+    given = [getattr(method, name, None) for name in ("func", "fget", "__func__", "__wrapped__")]
+    cells = [value_at(cell, None) for cell in getattr(method, "__closure__", None) or ()]
+    return [x for x in (*given, *cells) if isinstance(x, FunctionType | _CACHED)]
 
 
 def _is_torchs(kind: type) -> bool:

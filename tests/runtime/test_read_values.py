@@ -59,6 +59,41 @@ class Schedule:
         return self.held[name]
 
 
+def decorated(function: Callable[[Any], float]) -> Callable[[Any], float]:
+    @functools.wraps(function)
+    def inner(self: Any) -> float:
+        return function(self)
+
+    return inner
+
+
+def unnamed(function: Callable[[Any], float]) -> Callable[[Any], float]:
+    return lambda self: function(self)
+
+
+class Decorated:
+    """Methods within others."""
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+    @decorated
+    def of_another(self) -> float:
+        return self.rate
+
+    @unnamed
+    def of_a_lambda(self) -> float:
+        return self.rate
+
+    @functools.cache  # noqa: B019
+    def kept(self) -> float:
+        return self.rate
+
+    def change(self) -> None:
+        self.rate = 0.5
+        Decorated.kept.cache_clear()
+
+
 class Slots:
     __slots__ = ("__weakref__", "rate")
 
@@ -158,6 +193,11 @@ CASES: dict[str, Case] = {  # what is held, the weight that the loss reads of it
     "a property": (Schedule, lambda h: lambda: h.now, lambda h: setattr(h, "step", 1)),
     "a call": (Schedule, lambda h: h, lambda h: setattr(h, "step", 1)),
     "an item": (Schedule, lambda h: lambda: h["rate"], lambda h: h.held.update(rate=0.5)),
+    "a decorated method": (Decorated, lambda h: h.of_another, lambda h: h.change()),
+    "one without its name": (Decorated, lambda h: h.of_a_lambda, lambda h: h.change()),
+    "its call": (Decorated, lambda h: lambda: h.of_a_lambda(), lambda h: h.change()),
+    "a method that keeps its results": (Decorated, lambda h: h.kept, lambda h: h.change()),
+    "one that is called": (Decorated, lambda h: lambda: h.kept() * h.of_another(), lambda h: h.change()),
     "a slot": (Slots, lambda h: lambda: h.rate, lambda h: setattr(h, "rate", 0.5)),
     "a class": (lambda: Shared, lambda h: lambda: h.rate, lambda h: setattr(h, "rate", 0.5)),
     "a class of an object": (Shared, lambda h: lambda: h.rate, lambda h: setattr(type(h), "rate", 0.5)),
