@@ -42,6 +42,7 @@ _LIBRARIES = {"torch", "torchvision", "transformers", "autoptd", "numpy", *sys.s
 _DEPTH = 4  # objects, dicts and lists in others
 _MOST = 1000  # elements of a list or dict that are looked at one by one
 _NAMESPACES = ("types", "argparse", "_thread")  # modules of classes that have any attributes
+_LONGEST = 80  # of a string that may be a key
 _CACHED = functools._lru_cache_wrapper
 _OPERATORS = frozenset(
     ("__call__", "__getitem__", "__getattr__", "__iter__", "__len__", "__float__", "__mul__", "__rmul__")
@@ -163,7 +164,7 @@ class Reader:
             for each in itertools.islice(read, _MOST):
                 yield from self._of_value(f"{name}[{each!r}]", inside, each, names, depth - 1)
             if depth > _DEPTH - 2:
-                absent = sorted(names - value.keys())
+                absent = sorted(x for x in names - value.keys() if x.replace("/", "").isidentifier())
                 yield from (ReadValue(f"{name}[{each!r}]", inside, each, ABSENT) for each in absent)
         elif isinstance(value, ContextVar):
             now = Variable(value)
@@ -261,11 +262,11 @@ def _held(method: object) -> list[object]:
     """Return the functions that a descriptor, a function that keeps results or a decorator has."""
     given = [getattr(method, name, None) for name in ("func", "fget", "__func__", "__wrapped__")]
     cells = [value_at(cell, None) for cell in getattr(method, "__closure__", None) or ()]
-    return [x for x in (*given, *cells) if isinstance(x, FunctionType | _CACHED)]
+    return [x for x in (*given, *cells) if isinstance(x, FunctionType | _CACHED) and not _is_torchs(x)]
 
 
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("torch", "builtins")
+def _is_torchs(code: Any) -> bool:
+    return (code.__module__ or "").partition(".")[0] in ("torch", "builtins")
 
 
 def _is_followed(kind: type) -> bool:
@@ -276,7 +277,8 @@ def _is_followed(kind: type) -> bool:
 def _names(code: CodeType) -> frozenset[str]:
     """Return the names and strings in some code and in the functions inside it."""
     inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return frozenset(code.co_names).union((x for x in code.co_consts if isinstance(x, str)), *inner)
+    strings = (x for x in code.co_consts if isinstance(x, str) and len(x) < _LONGEST and "\n" not in x)
+    return frozenset(code.co_names).union(strings, *inner)
 
 
 def _globals(code: CodeType) -> frozenset[str]:
