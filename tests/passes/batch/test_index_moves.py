@@ -386,7 +386,7 @@ WRONG: dict[str, tuple[str, Body]] = {
     "size as a number": ("full computes with the number", lambda m, x, ids, y: x * torch.full((), x.shape[0])),
     "sorted without return": ("add pairs .* argsort", lambda m, x, ids, y: x + x[x[:, 0, 0].argsort()]),
     "sorted in the loss": (
-        "broadcast_tensors pairs .* argsort",
+        "mse_loss pairs .* argsort",
         lambda m, x, ids, y: F.mse_loss(x, x[x[:, 0, 0].argsort()]),
     ),
     "labels of others": ("cross_entropy_loss pairs", lambda m, x, ids, y: (x[x[:, 0, 0].argsort()], y)),
