@@ -367,6 +367,7 @@ AT_ONE_LENGTH: dict[str, Loss] = {
     "masks_in_common": lambda z, y, m: F.binary_cross_entropy_with_logits(
         first(z) @ first(z).t(), (m @ m.t() > 2).double(), pos_weight=1 + m @ m.t()
     ),
+    "labels_of_the_next": lambda z, y, m: flat_ce(z, y.roll(1, 0)),
     "norm_of_each_token": lambda z, y, m: z.square().sum((0, 2)).sqrt().mean(),
     "share_of_the_mask": lambda z, y, m: (z.square().mean(-1).sum(0) / (1 + m.sum(0))).sum() * z.mean().exp(),
 }

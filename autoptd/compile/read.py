@@ -23,6 +23,7 @@ from autoptd.nest import Nest
 from autoptd.passes.evaluation.difference import Difference, first_difference
 from autoptd.passes.fold import fold, graph_hash
 from autoptd.passes.loops.same_program import refuse_other_program
+from autoptd.passes.losses.outer_function import LARGEST
 from autoptd.passes.normalise.normalise import normalise
 from autoptd.passes.objectives.metrics import Metrics
 from autoptd.passes.objectives.terms import NamedTerms
@@ -164,7 +165,8 @@ def _read_model(
             with suppress(TraceError):
                 found = traced_with(examples, rows, replace(objective, fixed=objective.fixed | dims))
                 found.folded.traced.length_fixed = error.where
-                return found
+                if found.folded.loss_form.row_width <= LARGEST:
+                    return found
             raise
         sizes = {s: n for s, n in traced.example.items() if s != BATCH}
         if seq is not None and SEQUENCE in sizes:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoptd
+from autoptd.compile import read
 from autoptd.errors import UnsupportedOp
 from autoptd.ops import library as ops
 from autoptd.passes.losses.statistics_form import batch_statistics
@@ -70,8 +71,6 @@ MIXING: list[tuple[str, Body]] = [
     ("matmul pairs", like_its_samples),
     ("eq pairs", lambda x, ids, labels: x * (ids[:, None, 0] == ids[None, :, 0]).sum(1)[:, None, None]),
     ("scaled_dot_product_attention works", attends_over_samples),
-    ("mul computes with the number of samples", lambda x, ids, labels: (x, labels * ids.shape[0])),
-    ("roll works", lambda x, ids, labels: (x, labels.roll(1, 0))),
     ("flip works", lambda x, ids, labels: x + ids.flip(0)[..., None]),
     ("index works", lambda x, ids, labels: x + x[[0]]),
     ("any works", lambda x, ids, labels: torch.where((x > 3).any(), 2 * x, x)),
@@ -81,7 +80,6 @@ MIXING: list[tuple[str, Body]] = [
     ("tril works", lambda x, ids, labels: x * x[..., 0].tril()[..., None]),
     ("triu works", lambda x, ids, labels: x * torch.ones(ids.shape).triu()[..., None]),
     ("softmax works", lambda x, ids, labels: x * (1 + x.new_zeros(ids.shape).softmax(0)[..., None])),
-    ("clamp computes with the number of samples", lambda x, ids, labels: (x, labels.clamp(max=ids.shape[0]))),
     ("topk computes with the number of samples", lambda x, ids, labels: x + x.topk(len(x) // 2 + 1)[0].sum()),
     ("randint computes with the number of samples", lambda x, ids, labels: x + torch.randint(0, len(x), (1,))),
     ("embedding scales gradients by how often", scaled_by_frequency),
@@ -94,6 +92,24 @@ def test_what_mixes_samples_is_refused(says: str, body: Body) -> None:
     with pytest.raises(UnsupportedOp, match=says) as error:
         traced(body)
     assert "test_batch_independence.py" in error.value.where
+
+
+ENDS: list[tuple[str, Body]] = [
+    ("roll works", lambda x, ids, labels: (x, labels.roll(1, 0))),
+    ("mul computes with the number of samples", lambda x, ids, labels: (x, labels * ids.shape[0])),
+    ("clamp computes with the number of samples", lambda x, ids, labels: (x, labels.clamp(max=ids.shape[0]))),
+]
+
+
+@pytest.mark.parametrize(("says", "body"), ENDS, ids=[says for says, _ in ENDS])
+def test_an_end_of_the_loss_reads_no_more_numbers_of_a_sample_than_a_bound(
+    says: str, body: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = traced(body).folded.loss_form.row_width
+    assert width >= TOKENS * VOCAB
+    monkeypatch.setattr(read, "LARGEST", width - 1)
+    with pytest.raises(UnsupportedOp, match=says):
+        traced(body)
 
 
 def test_attention_over_samples_may_be_tokens_that_come_first() -> None:
