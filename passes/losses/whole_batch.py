@@ -58,16 +58,18 @@ def mark_whole_batch(graph: fx.Graph, traced: Traced) -> None:
         if not mixed and not picked:
             return
         end = _back_to_rows({*mixed, *picked, *descendants({*mixed, *picked})}, states, no_sums)
-        if _is_end(end, sources, graph) and (sizes := _sizes_beside_samples(end)):
+        if not _is_end(end, sources, graph):
+            continue
+        if sizes := _sizes_beside_samples(end):
             traced.as_numbers |= sizes
-        elif _is_end(end, sources, graph):
-            for node in end:
-                mark_whole(node)
-            read = {o for n in end for o in operands(n) if o not in end and o not in sources.of_parameters}
-            given = read | ancestors(read)
-            traced.read_whole = frozenset(traced.inputs[n.name] for n in given if n.name in traced.inputs)
-            _take_samples_apart(graph, end, states)
-            return
+            continue
+        for node in end:
+            mark_whole(node)
+        read = {o for n in end for o in operands(n) if o not in end and o not in sources.of_parameters}
+        given = read | ancestors(read)
+        traced.read_whole = frozenset(traced.inputs[n.name] for n in given if n.name in traced.inputs)
+        _take_samples_apart(graph, end, states)
+        return
 
 
 @dataclass(frozen=True)
