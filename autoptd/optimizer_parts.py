@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from autoptd.old_values import level_outside
+
 _READERS = ("torch.optim", "torch.distributed", "autoptd", "copy", "pickle")  # for the sake of the optimizer itself
 _TEXT = (
     "the parameters of par.optimizer are this rank's parts, flat, and have no gradients between steps: clip_norm= "
@@ -49,13 +51,9 @@ def warning_of_reads(optimizer: Optimizer) -> Optimizer:
 
 
 def _read(frame: FrameType | None) -> None:
-    """Warn at the line of the user's code that this frame is in, or was called by, unless an optimizer reads."""
-    level, line = 3, 0
+    """Warn at the line of the user's code, unless an optimizer is among the callers of this frame."""
     while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith(_READERS):
+        if str(frame.f_globals.get("__name__", "")).startswith(_READERS):
             return
-        if not line and name.partition(".")[0] != "torch":
-            line = level
-        frame, level = frame.f_back, level + 1
-    warnings.warn(_TEXT, stacklevel=line or 3)
+        frame = frame.f_back
+    warnings.warn(_TEXT, stacklevel=level_outside())

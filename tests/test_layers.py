@@ -34,8 +34,8 @@ plans.model
 runtime codegen search
 plans export
 compile checkpoint read_values
-trace_cache planned_reads old_values optimizer_parts
-explain out_of_memory planned_model
+trace_cache planned_reads old_values
+explain out_of_memory planned_model optimizer_parts
 running trackers
 stopping
 evaluating saving
