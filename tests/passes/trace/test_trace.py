@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -441,3 +442,26 @@ class Named(nn.Module):
 
 def test_inputs_and_parameters_may_have_the_names_of_ops() -> None:
     assert_unchanged(Named().double(), {"index_put": torch.randn(6, WIDTH, dtype=torch.float64)})
+
+
+@functools.cache
+def numbered(samples: int) -> Tensor:
+    return torch.arange(samples)[:, None] + 1.0
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_function_that_keeps_its_results_is_given_no_number_of_samples(kept: bool) -> None:
+    """Called without what it keeps, as the error advises, it is traced."""
+
+    class Numbered(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = numbered(len(x)) if kept else numbered.__wrapped__(len(x))
+            return (super().forward(x) * made).square().mean()
+
+    batch = {"x": torch.ones(6, WIDTH)}
+    if not kept:
+        trace(Numbered(WIDTH, WIDTH), batch)
+        return
+    with pytest.raises(TraceError, match="number of samples is given to a function that keeps its results") as error:
+        trace(Numbered(WIDTH, WIDTH), batch)
+    assert "test_trace.py" in error.value.where and "__wrapped__" in error.value.fix
